@@ -1,0 +1,1 @@
+"""Array kernels for TPU with their plain references; they know arrays, not models."""

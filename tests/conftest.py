@@ -1,0 +1,45 @@
+"""Settings that must stand before JAX is imported, for the whole suite.
+
+Helpers beside the tests import by their own names (``from programmable import
+...``): ``pythonpath`` in pyproject.toml lists their folders. Names that tests
+share are therefore unique across those folders.
+"""
+
+import hashlib
+import os
+import pathlib
+import platform
+import sys
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# With the root of the repository on the path, `import kernels` would find ours
+# (under a name it is not installed by) in any package that probes for one.
+sys.path[:] = [entry for entry in sys.path if pathlib.Path(entry or ".").resolve() != ROOT]
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+)
+# libtpu, installed for its compiler, would look for a TPU and warn.
+os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
+
+import jax  # noqa: E402
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_default_matmul_precision", "highest")
+
+
+def _processor() -> str:
+    """Tells machines apart: compiled code may use what another processor lacks."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else platform.processor()
+    flags = sorted({line for line in text.splitlines() if line.startswith(("flags", "Features"))})
+    return hashlib.sha256("".join([platform.machine(), *flags]).encode()).hexdigest()[:16]
+
+
+# Most of the suite's time would be compilation of the same programs again.
+jax.config.update("jax_compilation_cache_dir", str(ROOT / ".pytest_cache" / "jax" / _processor()))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -1,0 +1,53 @@
+"""What has to be in the environment before JAX starts. Imports no JAX."""
+
+import glob
+import importlib.util
+import os
+
+# Nodes of TPU drivers: accel up to v4, VFIO groups since v5.
+_TPU_NODES = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
+_GPU_NODES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
+
+
+def has_tpu() -> bool:
+    """Whether a TPU's device files are here.
+
+    Not by Google's PCI vendor id alone: network cards of Google's machines have it too.
+    """
+    return any(glob.glob(pattern) for pattern in _TPU_NODES)
+
+
+def has_gpu() -> bool:
+    return any(os.path.exists(path) for path in _GPU_NODES)
+
+
+def keep_libtpu_quiet() -> None:
+    """Keeps libtpu from looking for a TPU on a machine that has none.
+
+    Where libtpu is installed for its compiler, JAX would ask a metadata server
+    for the topology, and print warnings about it. What the user has set stays;
+    in a process that has imported JAX already this has no effect.
+    """
+    if importlib.util.find_spec("libtpu") is None or has_tpu():
+        return
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    if not has_gpu():
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def choose(platform: str | None) -> None:
+    """Asks JAX for a platform, before JAX is imported; None takes what the machine has.
+
+    A TPU that is here is asked for by name, so that JAX fails when it cannot open it
+    instead of running on the CPU, a thousand times slower.
+
+    Raises:
+      ValueError: "tpu" on a machine without one.
+    """
+    if platform == "tpu" and not has_tpu():
+        raise ValueError(f"platform must be cpu on this machine, got tpu: no TPU device files "
+                         f"({', '.join(_TPU_NODES)})")
+    if platform is not None:
+        os.environ["JAX_PLATFORMS"] = "tpu,cpu" if platform == "tpu" else platform
+    elif has_tpu():
+        os.environ.setdefault("JAX_PLATFORMS", "tpu,cpu")
