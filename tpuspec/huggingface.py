@@ -1,0 +1,222 @@
+"""Reads the Hugging Face layout: config.json with safetensors, one file or shards.
+
+Names are resolved explicitly. The embedding is ``shared.weight`` or, where that
+is absent, the encoder's and decoder's copies of it; the output head is
+``lm_head.weight``. Two different tensors for one role are an error, and nothing
+stands in for one that is missing.
+
+Tied or not: before transformers 5 the configuration says (``tie_word_embeddings``,
+true if absent). Since then it always says true, and the file decides: a head of
+its own, different from the embedding, is untied.
+"""
+
+import dataclasses
+import json
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from tpuspec.checkpoint import AbstractModel, LoadedModel, Shardings, check_leaves
+from tpuspec.config import Activation, T5Config
+from tpuspec.vocabulary import MODEL_FILE, Vocabulary
+
+_EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
+_HEAD = "lm_head.weight"
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MODEL_TYPES = ("t5", "mt5", "umt5")
+# T5 1.0 saves one bias in cross-attention that no T5 ever used.
+_UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+
+
+def import_huggingface(directory: str | os.PathLike[str], *, dtype: jnp.dtype | None = None,
+                       shardings: Shardings | None = None) -> LoadedModel:
+    """Reads a checkpoint directory; ``shardings`` as in ``checkpoint.load``.
+
+    Args:
+      dtype: of the weights in memory. None means that of the embedding on disk;
+        float16 on disk needs an answer here, for T5 overflows in it.
+
+    Raises:
+      ValueError: naming what is missing, unexpected, misshaped, ambiguous,
+        contradictory or of a type that is not supported.
+    """
+    path = Path(directory).expanduser().absolute()
+    if not (path / "config.json").is_file():
+        raise ValueError(f"no Hugging Face checkpoint at {path}: there is no config.json")
+    fields = json.loads((path / "config.json").read_text())
+    tensors = _Tensors(path)
+    embedding = tensors.one_of(_EMBEDDINGS, "the embedding")
+    tied = _tied(fields, tensors, embedding)
+    config = _config(fields, tied)
+
+    if dtype is None:
+        dtype = jnp.dtype(tensors.dtypes[embedding])
+        if dtype == jnp.float16:
+            raise ValueError("the weights are float16, in which T5 overflows: ask for "
+                             "dtype float32 or bfloat16")
+    abstract = AbstractModel(config, dtype, shardings)
+    names = parameter_names(config) | {"embedding": embedding}
+    ignored = {*_EMBEDDINGS, _UNUSED} - {embedding} | ({_HEAD} if tied else set())
+    check_leaves({n: tensors.shapes[n] for n in tensors.shapes if n not in ignored},
+                 {names[n]: leaf.shape for n, leaf in abstract.leaves.items()}, str(path))
+    model = abstract.build({
+        name: jax.device_put(tensors.read(names[name]).astype(leaf.dtype), leaf.sharding)
+        for name, leaf in abstract.leaves.items()})
+    vocabulary = Vocabulary.load(path) if (path / MODEL_FILE).is_file() else None
+    return LoadedModel(model=model, config=config, vocabulary=vocabulary,
+                       provenance={"imported_from": path.name, "layout": "huggingface"})
+
+
+def parameter_names(config: T5Config) -> dict[str, str]:
+    """Our dotted parameter name -> the tensor's name in the Hugging Face layout."""
+    names = {"embedding": _EMBEDDINGS[0]}
+    if not config.tie_word_embeddings:
+        names["lm_head.weight"] = _HEAD
+    wide = {"wi_0": "wi_0", "wi_1": "wi_1"} if config.activation.gated else {"wi_0": "wi"}
+    stacks = {
+        "encoder": (config.num_layers, [("attention", "SelfAttention")]),
+        "decoder": (config.num_decoder_layers, [("self_attention", "SelfAttention"),
+                                                ("cross_attention", "EncDecAttention")])}
+    for stack, (layers, attentions) in stacks.items():
+        names[f"{stack}_norm.weight"] = f"{stack}.final_layer_norm.weight"
+        for i in range(layers):
+            ours, theirs = f"{stack}_layers.{i}.", f"{stack}.block.{i}.layer."
+            for j, (attention, class_name) in enumerate(attentions):
+                for x in "qkvo":
+                    names[f"{ours}{attention}.{x}.weight"] = f"{theirs}{j}.{class_name}.{x}.weight"
+                norm = attention.removesuffix("attention") + "norm"
+                norm = "attention_norm" if norm == "norm" else norm
+                names[f"{ours}{norm}.weight"] = f"{theirs}{j}.layer_norm.weight"
+            last = f"{theirs}{len(attentions)}."
+            for x, their_x in (wide | {"wo": "wo"}).items():
+                names[f"{ours}mlp.{x}.weight"] = f"{last}DenseReluDense.{their_x}.weight"
+            names[f"{ours}mlp_norm.weight"] = f"{last}layer_norm.weight"
+            if i == 0 or config.per_layer_relative_bias:
+                names[f"{stack}_bias.{i}.weight"] = (
+                    f"{theirs}0.SelfAttention.relative_attention_bias.weight")
+    return names
+
+
+class _Tensors:
+    """The tensors of one directory; read one at a time, whatever file holds them."""
+
+    def __init__(self, path: Path):
+        index = path / "model.safetensors.index.json"
+        single = path / "model.safetensors"
+        promised: dict[str, str] = {}
+        if single.is_file():
+            files = [single]
+        elif index.is_file():
+            promised = json.loads(index.read_text())["weight_map"]
+            files = [path / name for name in sorted(set(promised.values()))]
+        else:
+            raise ValueError(f"no weights at {path}: neither {single.name} nor {index.name}")
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, str] = {}
+        self._files: dict[str, Any] = {}
+        for file in files:
+            self._open(file)
+        if lost := sorted(promised.keys() - self.shapes.keys()):
+            raise ValueError(f"{index.name} names tensors that no shard holds: {lost[:12]}")
+
+    def _open(self, file: Path) -> None:
+        try:
+            reader = safe_open(str(file), framework="np")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file.name} cannot be read: {error}") from error
+        for name in reader.keys():
+            view = reader.get_slice(name)
+            if name in self.shapes:
+                raise ValueError(f"{name} is in two files")
+            if view.get_dtype() not in _DTYPES:
+                raise ValueError(f"{name} is stored as {view.get_dtype()}; supported are "
+                                 f"{', '.join(_DTYPES)}")
+            self.shapes[name] = tuple(view.get_shape())
+            self.dtypes[name] = _DTYPES[view.get_dtype()]
+            self._files[name] = reader
+
+    def read(self, name: str) -> np.ndarray:
+        return self._files[name].get_tensor(name)
+
+    def equal(self, one: str, other: str) -> bool:
+        return (self.shapes[one] == self.shapes[other]
+                and np.array_equal(self.read(one), self.read(other)))
+
+    def one_of(self, names: tuple[str, ...], role: str) -> str:
+        """The first name that is there; all that are there must hold the same."""
+        present = [name for name in names if name in self.shapes]
+        if not present:
+            raise ValueError(f"{role} is missing: there is none of {', '.join(names)}")
+        for other in present[1:]:
+            if not self.equal(present[0], other):
+                raise ValueError(f"{present[0]} and {other} differ; {role} must be one")
+        return present[0]
+
+
+def _tied(fields: Mapping[str, Any], tensors: _Tensors, embedding: str) -> bool:
+    differs = _HEAD in tensors.shapes and not tensors.equal(_HEAD, embedding)
+    if _since_v5(fields):
+        return not differs
+    if not fields.get("tie_word_embeddings", True):
+        if _HEAD not in tensors.shapes:
+            raise ValueError(f"{_HEAD} is missing, and tie_word_embeddings is false")
+        return False
+    if differs:
+        raise ValueError(f"tie_word_embeddings is true, but {_HEAD} and {embedding} differ")
+    return True
+
+
+def _since_v5(fields: Mapping[str, Any]) -> bool:
+    major = str(fields.get("transformers_version", "")).split(".")[0]
+    return major.isdigit() and int(major) >= 5
+
+
+def _config(fields: Mapping[str, Any], tied: bool) -> T5Config:
+    model_type = fields.get("model_type", "t5")
+    if model_type not in _MODEL_TYPES:
+        raise ValueError(f"model_type must be one of {', '.join(_MODEL_TYPES)}, "
+                         f"got {model_type}")
+    known = {f.name for f in dataclasses.fields(T5Config)} - {
+        "activation", "tie_word_embeddings", "scale_decoder_outputs", "per_layer_relative_bias"}
+    chosen = {name: value for name, value in fields.items()
+              if name in known and value is not None}
+    chosen.setdefault("num_decoder_layers", chosen.get("num_layers"))
+    # Since version 5 only T5 1.0 scales, and its configuration says so.
+    scale = fields.get("scale_decoder_outputs", tied and not _since_v5(fields))
+    return T5Config.from_json(chosen | {
+        "activation": _activation(fields), "tie_word_embeddings": tied,
+        "scale_decoder_outputs": scale, "per_layer_relative_bias": model_type == "umt5"})
+
+
+def _activation(fields: Mapping[str, Any]) -> Activation:
+    """``feed_forward_proj`` decides. Fields that repeat it are used where it is
+    absent, make a bare "gelu" or "silu" gated, and are warned about where they
+    contradict it. Every GELU of a T5 is the tanh form."""
+    gated = fields.get("is_gated_act")
+    function = fields.get("dense_act_fn")
+    named = fields.get("feed_forward_proj")
+    if named is None and function is not None:
+        named = (f"gated-{function}" if gated else function).replace("gelu_new", "gelu")
+    elif named is None:
+        named = "relu" if fields.get("model_type", "t5") == "t5" else "gated-gelu"
+    meant = f"gated-{named}" if gated and named in ("gelu", "gelu_new", "silu") else named
+    meant = meant.replace("gelu_new", "gelu")
+    if meant not in set(Activation):
+        raise ValueError(f"feed_forward_proj must be one of {', '.join(Activation)}, "
+                         f"got {named}")
+    activation = Activation(meant)
+    usual = {Activation.RELU: ["relu"], Activation.GATED_GELU: ["gelu_new"],
+             Activation.GATED_SILU: ["silu", "swish"]}[activation]
+    if (named != meant or gated not in (None, activation.gated)
+            or function not in (None, *usual)):
+        warnings.warn(
+            f"feed_forward_proj {named}, is_gated_act {gated} and dense_act_fn {function} "
+            f"contradict each other; read as {activation}", stacklevel=4)
+    return activation

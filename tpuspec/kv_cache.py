@@ -1,0 +1,88 @@
+"""Fixed-shape decoder caches, rolled back by index.
+
+K/V at positions at or beyond a slot's length are dead: masked by length and
+overwritten later. Rollback is therefore an assignment to a length; nothing is
+copied (see ``DecodeState``).
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from tpuspec.config import T5Config
+
+
+@functools.partial(jax.tree_util.register_dataclass,
+                   data_fields=["self_k", "self_v", "cross_k", "cross_v"],
+                   meta_fields=[])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderCache:
+    """Keys and values of one model for all slots, one array a layer.
+
+    Attributes:
+      self_k, self_v: L arrays [B, T, N, H] of decoder positions.
+      cross_k, cross_v: L arrays [B, S, N, H] of source positions, written once
+        per request.
+    """
+
+    self_k: tuple[jax.Array, ...]
+    self_v: tuple[jax.Array, ...]
+    cross_k: tuple[jax.Array, ...]
+    cross_v: tuple[jax.Array, ...]
+
+    @classmethod
+    def zeros(cls, config: T5Config, *, slots: int, positions: int,
+              source_positions: int, dtype: jnp.dtype) -> "DecoderCache":
+        """Memory: 2 L slots (positions + source_positions) N H elements."""
+
+        def layers(length: int) -> tuple[jax.Array, ...]:
+            shape = (slots, length, config.num_heads, config.d_kv)
+            return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_decoder_layers))
+
+        return cls(self_k=layers(positions), self_v=layers(positions),
+                   cross_k=layers(source_positions), cross_v=layers(source_positions))
+
+    def limit_source(self, positions: int) -> "DecoderCache":
+        """A view whose cross-attention reads only the first source positions."""
+        def cut(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            return tuple(a[:, :positions] for a in arrays)
+        return dataclasses.replace(self, cross_k=cut(self.cross_k), cross_v=cut(self.cross_v))
+
+    def insert_source(self, slot: Int[Array, ""],
+                      keys_values: tuple[tuple[jax.Array, jax.Array], ...],
+                      ) -> "DecoderCache":
+        """Gives the slot to a request with cross K/V of L pairs [1, S', N, H], S' <= S.
+
+        Everything else of the slot becomes 0: masked positions weigh 0, but a NaN
+        left by an earlier tenant would pass through a product with 0.
+        """
+        def fill(buffers: tuple[jax.Array, ...], rows: list[jax.Array]) -> tuple[jax.Array, ...]:
+            filled = []
+            for buffer, row in zip(buffers, rows, strict=True):
+                rest = buffer.shape[1] - row.shape[1]
+                row = jnp.pad(row, ((0, 0), (0, rest), (0, 0), (0, 0)))
+                filled.append(lax.dynamic_update_slice(buffer, row, (slot, 0, 0, 0)))
+            return tuple(filled)
+
+        nothing = [jnp.zeros_like(buffer[:1]) for buffer in self.self_k]
+        return DecoderCache(
+            self_k=fill(self.self_k, nothing), self_v=fill(self.self_v, nothing),
+            cross_k=fill(self.cross_k, [k for k, _ in keys_values]),
+            cross_v=fill(self.cross_v, [v for _, v in keys_values]))
+
+
+def write_window(buffer_BTNH: Float[Array, "B T N H"], new_BGNH: Float[Array, "B G N H"],
+                 start_B: Int[Array, " B"]) -> Float[Array, "B T N H"]:
+    """Writes rows ``start .. start + G`` of every slot in place.
+
+    The buffer must hold ``start + G`` rows: JAX would silently shift a window
+    that overhangs the end. Engines therefore keep draft_length + 1 spare rows.
+    """
+    if buffer_BTNH.shape[0] == 1:
+        return lax.dynamic_update_slice(buffer_BTNH, new_BGNH, (0, start_B[0], 0, 0))
+    return jax.vmap(lambda b, n, s: lax.dynamic_update_slice(b, n, (s, 0, 0)))(
+        buffer_BTNH, new_BGNH, start_B)
