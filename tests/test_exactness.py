@@ -1,0 +1,219 @@
+"""Speculative output has the target's distribution: whole steps, closed forms.
+
+Programmable models (see ``programmable``) with known next-token distributions run
+through the real step program, in batches of 1 and 4, for γ = 1..8. Single tokens at
+every position and pairs of successive tokens are compared by chi-square.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from programmable import chain, chain_config, fixed
+from scipy import stats
+
+from tpuspec import acceptance
+from tpuspec.decode_state import DecodeState, Slots
+from tpuspec.kv_cache import DecoderCache
+from tpuspec.sampling import SlotSampling
+from tpuspec.speculative_step import step
+
+V, LENGTH = 16, 4
+CONFIG = chain_config(V)
+P_FIXED = {5: 0.5, 6: 0.3, 7: 0.2}
+Q_FIXED = {5: 0.2, 6: 0.3, 7: 0.5}
+
+
+def _random_chain(seed: int) -> np.ndarray:
+    """[V(next), V(last)] over ids 2..6 alone."""
+    rng = np.random.default_rng(seed)
+    table = np.zeros((V, V))
+    table[2:7] = rng.dirichlet(np.ones(5), V).T
+    return table
+
+
+P_CHAIN, Q_CHAIN = _random_chain(1), _random_chain(2)
+
+
+def warped(table: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+    """The oracle's distribution per column, by sorting, in float64."""
+    result = np.zeros_like(table)
+    for last in range(table.shape[1]):
+        column = table[:, last]
+        if temperature == 0:
+            result[np.argmax(column), last] = 1
+            continue
+        p = np.where(column > 0, column, 0) ** (1 / temperature)
+        order = np.argsort(-p, kind="stable")
+        keep = np.ones(len(p), bool)
+        if top_k:
+            keep[order[top_k:]] = False
+        p = p * keep
+        if top_p < 1:
+            cut = np.searchsorted(np.cumsum(p[order]), top_p * p.sum()) + 1
+            p[order[cut:]] = 0
+        result[:, last] = p / p.sum()
+    return result
+
+
+@functools.cache
+def runner(draft_length: int, batch: int, groups: int):
+    """(target params, draft params, sampling) -> tokens [groups * batch, LENGTH]."""
+    graph = nnx.split(chain(P_CHAIN))[0]
+
+    @jax.jit
+    def run(target_params, draft_params, sampling):
+        target, draft = nnx.merge(graph, target_params), nnx.merge(graph, draft_params)
+
+        def cache():
+            return DecoderCache.zeros(CONFIG, slots=batch, positions=LENGTH * 10 + 10,
+                                      source_positions=1, dtype=jnp.float32)
+
+        def group(number):
+            seeds = jnp.stack([jnp.full(batch, number, jnp.uint32),
+                               jnp.arange(batch, dtype=jnp.uint32)], axis=1)
+            slots = Slots(**{**vars(Slots.empty(batch)), "active_B": jnp.ones(batch, bool),
+                             "max_length_B": jnp.full(batch, 1000, jnp.int32),
+                             "draft_limit_B": jnp.full(batch, draft_length, jnp.int32),
+                             "seed_B2": seeds, "sampling": sampling})
+            state = DecodeState(slots=slots, target_cache=cache(), draft_cache=cache())
+
+            def turn(carry, _):
+                state, out, filled = carry
+                state, output = step(target, draft, state, draft_length=draft_length,
+                                     source_positions=1, vocabulary_size=V)
+                index = filled[:, None] + jnp.arange(draft_length + 1)[None, :]
+                valid = jnp.arange(draft_length + 1)[None, :] < output.num_tokens[:, None]
+                index = jnp.where(valid, index, LENGTH + 100)
+                out = out.at[jnp.arange(batch)[:, None], index].set(output.tokens, mode="drop")
+                return (state, out, filled + output.num_tokens), None
+
+            start = (state, jnp.zeros((batch, LENGTH), jnp.int32), jnp.zeros(batch, jnp.int32))
+            (_, out, _), _ = lax.scan(turn, start, None, length=LENGTH)
+            return out
+
+        # Independent engines of ``batch`` slots each, side by side: fast on a CPU.
+        outputs = jax.vmap(group)(jnp.arange(groups, dtype=jnp.uint32))
+        return outputs.reshape(groups * batch, LENGTH)
+
+    return run
+
+
+def sample(target, draft, draft_length, batch, temperature=1.0, top_k=0, top_p=1.0,
+           outputs=8000) -> np.ndarray:
+    sampling = SlotSampling(temperature_B=jnp.full(batch, temperature, jnp.float32),
+                            top_k_B=jnp.full(batch, top_k, jnp.int32),
+                            top_p_B=jnp.full(batch, top_p, jnp.float32))
+    run = runner(draft_length, batch, outputs // batch)
+    return np.asarray(run(nnx.split(target)[1], nnx.split(draft)[1], sampling))
+
+
+def pvalue(counts: np.ndarray, expected: np.ndarray) -> float:
+    """Chi-square of counts against probabilities; 0 if the impossible happened."""
+    counts, expected = counts.ravel(), expected.ravel() * counts.sum()
+    if counts[expected == 0].any():
+        return 0.0
+    live = expected > 0
+    if live.sum() == 1:
+        return 1.0
+    rare = live & (expected < 5)  # pooled, as the test assumes no rare cells
+    cells = [(counts[i], expected[i]) for i in np.flatnonzero(live & ~rare)]
+    if rare.any() and expected[rare].sum() >= 1:
+        cells.append((counts[rare].sum(), expected[rare].sum()))
+    observed, wanted = np.array(cells, np.float64).T
+    return float(stats.chisquare(observed, wanted * observed.sum() / wanted.sum()).pvalue)
+
+
+def check(tokens: np.ndarray, table: np.ndarray) -> float:
+    """Smallest p-value over singles at each position and pairs of neighbours."""
+    one = table[:, 0]  # the start id is 0
+    worst = 1.0
+    for position in range(LENGTH):
+        worst = min(worst, pvalue(np.bincount(tokens[:, position], minlength=V), one))
+        if position + 1 < LENGTH:
+            pairs = np.zeros((V, V))
+            np.add.at(pairs, (tokens[:, position], tokens[:, position + 1]), 1)
+            worst = min(worst, pvalue(pairs, table.T * one[:, None]))
+        one = table @ one
+    return worst
+
+
+SETTINGS = [dict(temperature=t) for t in (0.0, 0.7, 1.0)] + [
+    dict(temperature=1.0, top_k=2), dict(temperature=1.0, top_p=0.75),
+    dict(temperature=0.7, top_k=3, top_p=0.9)]
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("draft_length", range(1, 9))
+def test_outputs_of_a_chain_have_the_targets_distribution(draft_length, batch):
+    if batch == 1 and draft_length not in (1, 4, 8):
+        pytest.skip("batch 1 is run for three draft lengths: the program is the same")
+    target, draft = chain(P_CHAIN), chain(Q_CHAIN)
+    for setting in SETTINGS:
+        tokens = sample(target, draft, draft_length, batch, **setting)
+        options = {"top_k": 0, "top_p": 1.0} | setting
+        assert check(tokens, warped(P_CHAIN, **options)) > 1e-4, setting
+
+
+@pytest.mark.parametrize(("setting", "frequencies"), [
+    (dict(top_k=2), (0.625, 0.375, 0.0)), (dict(top_p=0.75), (0.625, 0.375, 0.0)),
+    (dict(temperature=0.5), (0.25 / 0.38, 0.09 / 0.38, 0.04 / 0.38))])
+def test_q_in_the_accept_ratio_is_the_distribution_the_draft_was_sampled_from(
+        setting, frequencies):
+    target, draft = (fixed(x, V) for x in (P_FIXED, Q_FIXED))
+    tokens = sample(target, draft, 4, 4, outputs=48_000, **setting)
+    found = [(tokens == i).mean() for i in (5, 6, 7)]
+    np.testing.assert_allclose(found, frequencies, atol=0.005)
+    if frequencies[2] == 0:
+        assert not (tokens == 7).any()
+
+
+def test_greedy_is_the_targets_argmax_and_never_the_drafts_favourite():
+    target = fixed({5: 0.40, 6: 0.45, 7: 0.15}, V)
+    draft = fixed({5: 0.38, 6: 0.32, 7: 0.30}, V)
+    assert (sample(target, draft, 4, 4, temperature=0.0) == 6).all()
+
+
+def test_greedy_ties_are_broken_alike_everywhere():
+    target = fixed({5: 0.5, 6: 0.5}, V)
+    assert (sample(target, fixed({6: 1.0}, V), 4, 4, temperature=0.0) == 5).all()
+
+
+def test_a_greedy_accept_rule_on_sampled_drafts_would_be_seen(monkeypatch):
+    """The harness catches a broken sampler: raw p/q ≥ 1/2 in place of the coin."""
+    correct = acceptance.accept
+
+    def broken(drafts, q, p, limit, coins, next_coins):
+        return correct(drafts, q, p, limit, jnp.full_like(coins, 0.5), next_coins)
+
+    monkeypatch.setattr("tpuspec.speculative_step.accept", broken)
+    runner.cache_clear()
+    try:
+        tokens = sample(chain(P_CHAIN), chain(Q_CHAIN), 4, 4)
+    finally:
+        runner.cache_clear()
+    assert check(tokens, P_CHAIN) < 1e-12
+
+
+def test_a_residual_left_out_would_be_seen(monkeypatch):
+    """Drawing the correction from p instead of the residual is caught."""
+    correct = acceptance.accept
+
+    def broken(drafts, q, p, limit, coins, next_coins):
+        good = correct(drafts, q, p, limit, coins, next_coins)
+        plain = correct(drafts, q, p, jnp.zeros_like(limit), coins, next_coins)
+        first = good.accepted_B == 0
+        return good._replace(next_token_B=jnp.where(first, plain.next_token_B,
+                                                    good.next_token_B))
+
+    monkeypatch.setattr("tpuspec.speculative_step.accept", broken)
+    runner.cache_clear()
+    try:
+        tokens = sample(chain(P_CHAIN), chain(Q_CHAIN), 4, 4)
+    finally:
+        runner.cache_clear()
+    assert check(tokens, P_CHAIN) < 1e-12

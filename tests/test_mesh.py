@@ -1,0 +1,54 @@
+"""The engine on several (CPU) devices gives the ids of one device."""
+
+import jax
+import pytest
+from engines import Job, run
+from flax import nnx
+from programmable import fixed, rand
+
+from tpuspec import mesh as mesh_lib
+from tpuspec.config import EngineConfig
+from tpuspec.engine import Engine
+from tpuspec.sampling import SamplingParams
+
+CONFIG = EngineConfig(slots=4, source_buckets=(16,), max_target_length=12,
+                      draft_lengths=(0, 3), draft_length=3)
+JOBS = [Job(source=[5 + i, 9, 1], seed=i, eos_ids=(), max_new_tokens=12 - i,
+            sampling=SamplingParams(temperature=float(i % 2)), draft_length=3)
+        for i in range(4)]
+
+
+def ids(target, draft, mesh):
+    engine = Engine(target, draft, CONFIG, vocabulary_size=48, mesh=mesh)
+    engine.compile()
+    before = engine.compilations
+    results = [r.ids for r in run(engine, JOBS)]
+    assert engine.compilations == before
+    return results, engine
+
+
+@pytest.mark.parametrize(("data", "model"), [(2, 2), (1, 4)])
+def test_ids_do_not_depend_on_how_the_model_is_sharded(data, model):
+    target = rand(0, vocab=48)
+    draft = rand(0, vocab=48, noise=0.05)
+    expected, _ = ids(target, draft, None)
+    found, engine = ids(target, draft, mesh_lib.make_mesh(data, model))
+    assert found == expected
+    weight = engine._target_params.decoder_layers[0].self_attention.q.weight[...]
+    assert weight.sharding.shard_shape(weight.shape)[0] == weight.shape[0] // model
+    key = engine._state.target_cache.self_k[0]
+    assert key.sharding.shard_shape(key.shape) == (4 // data, key.shape[1], 4 // model, 16)
+
+
+def test_a_draft_whose_heads_do_not_divide_is_replicated():
+    mesh = mesh_lib.make_mesh(1, 4)
+    draft = fixed({5: 1.0}, 48)  # one head
+    assert not mesh_lib.divides(draft.config, mesh)
+    params = nnx.split(draft)[1]
+    shardings = jax.tree.leaves(mesh_lib.param_shardings(params, draft.config, mesh))
+    assert all(s.is_fully_replicated for s in shardings)
+
+
+def test_a_mesh_larger_than_the_machine_is_refused():
+    with pytest.raises(ValueError, match=r"at most 4 .* got 4 \* 2"):
+        mesh_lib.make_mesh(4, 2)

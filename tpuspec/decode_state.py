@@ -1,0 +1,120 @@
+"""Everything that a step reads and writes, as one donated pytree."""
+
+import dataclasses
+import enum
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from tpuspec.kv_cache import DecoderCache
+from tpuspec.sampling import SlotSampling
+
+MAX_EOS_IDS = 8
+NO_ID = -1
+
+
+class FinishReason(enum.IntEnum):
+    """Why a slot stopped; NONE while it runs."""
+
+    NONE = 0
+    EOS = 1
+    LENGTH = 2
+    NON_FINITE = 3
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, meta_fields=[],
+    data_fields=["active_B", "length_B", "last_two_B2", "max_length_B", "source_length_B",
+                 "eos_ids_BE", "draft_limit_B", "seed_B2", "sampling"])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slots:
+    """Per-slot state.
+
+    Attributes:
+      active_B: an inactive slot is inert: no tokens, no counts, no state change.
+      length_B: final decoder positions; the start token counts. Caches hold K/V of
+        positions below length - 1: no model has read the last final token yet.
+      last_two_B2: tokens at positions s and s + 1 with s = max(length - 2, 0).
+      max_length_B: length at which the slot ends.
+      source_length_B: source tokens, EOS included.
+      eos_ids_BE: ids that end the output; unused places hold -1.
+      draft_limit_B: drafts examined per step at the most; 0 is plain decoding.
+      seed_B2: the request's seed as two 32-bit words.
+      sampling: temperature, top-k, top-p.
+    """
+
+    active_B: jax.Array
+    length_B: jax.Array
+    last_two_B2: jax.Array
+    max_length_B: jax.Array
+    source_length_B: jax.Array
+    eos_ids_BE: jax.Array
+    draft_limit_B: jax.Array
+    seed_B2: jax.Array
+    sampling: SlotSampling
+
+    @classmethod
+    def empty(cls, slots: int) -> "Slots":
+        ints = functools.partial(jnp.zeros, dtype=jnp.int32)
+        return cls(active_B=jnp.zeros(slots, bool), length_B=jnp.ones(slots, jnp.int32),
+                   last_two_B2=ints((slots, 2)), max_length_B=jnp.ones(slots, jnp.int32),
+                   source_length_B=jnp.ones(slots, jnp.int32),
+                   eos_ids_BE=jnp.full((slots, MAX_EOS_IDS), NO_ID, jnp.int32),
+                   draft_limit_B=ints(slots), seed_B2=jnp.zeros((slots, 2), jnp.uint32),
+                   sampling=SlotSampling.greedy(slots))
+
+    def insert(self, slot: jax.Array, row: "Slots") -> "Slots":
+        """Puts the single row of ``row`` in place of the slot's."""
+        return jax.tree.map(
+            lambda all_, one: lax.dynamic_update_slice(
+                all_, one, (slot,) + (jnp.int32(0),) * (all_.ndim - 1)), self, row)
+
+
+@functools.partial(jax.tree_util.register_dataclass, meta_fields=[],
+                   data_fields=["slots", "target_cache", "draft_cache"])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeState:
+    """Slots and both models' caches; ``draft_cache`` is None without a draft."""
+
+    slots: Slots
+    target_cache: DecoderCache
+    draft_cache: DecoderCache | None
+
+
+class StepOutput(NamedTuple):
+    """What one step did, per slot, on device or host.
+
+    Attributes:
+      tokens: [B, G] new final tokens, meaningful below ``num_tokens``.
+      num_tokens: [B] accepted drafts and the target's own token, after cuts.
+      drafted: [B] drafts offered to the verify pass.
+      accepted: [B] drafts among the new tokens.
+      examined: [B] accepted, plus one if the step ended in a rejection. Drafts after
+        a rejection, or cut by EOS or the length cap, were never judged.
+      finish: [B] FinishReason.
+      overlap: [B] float32 Σ min(p, q) summed over the examined positions.
+    """
+
+    tokens: jax.Array | np.ndarray
+    num_tokens: jax.Array | np.ndarray
+    drafted: jax.Array | np.ndarray
+    accepted: jax.Array | np.ndarray
+    examined: jax.Array | np.ndarray
+    finish: jax.Array | np.ndarray
+    overlap: jax.Array | np.ndarray
+
+    def pack(self) -> jax.Array:
+        """One int32 array [B, G + 6]: one host copy a step."""
+        columns = [*self[1:6], lax.bitcast_convert_type(self.overlap, jnp.int32)]
+        return jnp.concatenate([jnp.asarray(self.tokens), jnp.stack(columns, axis=1)], axis=1)
+
+    @classmethod
+    def unpack(cls, packed: np.ndarray) -> "StepOutput":
+        counts = np.ascontiguousarray(packed[:, -6:].T)
+        return cls(tokens=packed[:, :-6], num_tokens=counts[0], drafted=counts[1],
+                   accepted=counts[2], examined=counts[3], finish=counts[4],
+                   overlap=counts[5].view(np.float32))

@@ -1,0 +1,323 @@
+"""Slots on devices: insert a source, step all slots, release. Owns every program."""
+
+import concurrent.futures
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from tpuspec import mesh as mesh_lib
+from tpuspec.config import EngineConfig, check_range
+from tpuspec.decode_state import MAX_EOS_IDS, NO_ID, DecodeState, Slots, StepOutput
+from tpuspec.kv_cache import DecoderCache
+from tpuspec.measurement import CostReport, time_interleaved
+from tpuspec.sampling import SamplingParams, SlotSampling, seed_words, warp
+from tpuspec.speculative_step import read, step
+from tpuspec.t5 import T5
+
+Progress = Callable[[str, int, int], None]
+_TIMING_REPEATS = 15
+
+_backend_compiles = 0
+
+
+def _count_compile(event: str, *_: object, **__: object) -> None:
+    global _backend_compiles  # JAX offers process-wide listeners only
+    if event == "/jax/core/compile/backend_compile_duration":
+        _backend_compiles += 1
+
+
+jax.monitoring.register_event_duration_secs_listener(_count_compile)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Tenant:
+    """What the host must know of a slot's request; compared by identity."""
+
+    source_length: int
+    draft_length: int
+
+
+class StepHandle:
+    """A launched step. ``read`` waits for it: one host copy."""
+
+    def __init__(self, packed: jax.Array, draft_length: int, tenants: Mapping[int, _Tenant],
+                 finished: Callable[[int, _Tenant], None]):
+        self.draft_length = draft_length
+        self._packed = packed
+        self._tenants = tenants
+        self._finished = finished
+
+    def read(self) -> StepOutput:
+        output = StepOutput.unpack(np.asarray(self._packed))
+        for slot, tenant in self._tenants.items():
+            if output.finish[slot]:
+                self._finished(slot, tenant)
+        return output
+
+
+class Engine:
+    """Speculative decoding of up to ``config.slots`` requests at once.
+
+    Programs are compiled ahead by ``warm_up``: one step per draft length and source
+    bucket, one insert per bucket. The decode state is donated from program to
+    program; weights are arguments, never constants. One thread may use an engine.
+
+    Memory beside the weights: both models' caches, 2 L slots (T + S) N H elements
+    each, with T = config.target_positions and S = config.max_source_length.
+    """
+
+    def __init__(self, target: T5, draft: T5 | None, config: EngineConfig, *,
+                 vocabulary_size: int, mesh: Mesh | None = None):
+        """Raises ValueError on a vocabulary larger than a model's or an undraftable ladder."""
+        for name, model in (("target", target), ("draft", draft)):
+            if model is not None:
+                check_range(f"vocabulary_size (by the {name}'s embedding)",
+                            vocabulary_size, 1, model.config.vocab_size)
+        if draft is None and config.draft_lengths != (0,):
+            raise ValueError("draft_lengths must be (0,) without a draft model, "
+                             f"got {config.draft_lengths}")
+        self.config = config
+        self.vocabulary_size = vocabulary_size
+        self.cost: CostReport | None = None
+        self.start_id = target.config.decoder_start_token_id
+        self._mesh = mesh
+        self._tenants: dict[int, _Tenant] = {}
+        self._programs: dict[tuple, jax.stages.Compiled] = {}
+        self._target, self._target_params = self._place(target)
+        self._draft: nnx.GraphDef | None = None
+        self._draft_params: nnx.State | None = None
+        if draft is not None:
+            self._draft, self._draft_params = self._place(draft)
+        self._state = self._empty_state(target, draft)
+
+    @property
+    def compilations(self) -> int:
+        """XLA compilations of this process so far; constant once warm."""
+        return _backend_compiles
+
+    @property
+    def active_slots(self) -> tuple[int, ...]:
+        """Slots with a request that is not known to have ended."""
+        return tuple(self._tenants)
+
+    # ---- verbs ---------------------------------------------------------------
+
+    def warm_up(self, progress: Progress | None = None) -> CostReport:
+        """Compiles every program and times the passes; seconds to minutes."""
+        self.compile(progress)
+        return self.measure(progress)
+
+    def compile(self, progress: Progress | None = None) -> None:
+        """Compiles what requests need: steps, inserts, release."""
+        self._compile(self._plan(), progress)
+
+    def measure(self, progress: Progress | None = None) -> CostReport:
+        """Compiles single passes and times them and the steps on idle slots, whose
+        work is the same as that of live ones."""
+        self._compile(self._pass_plan(), progress)
+        self.cost = self._time()
+        return self.cost
+
+    def _compile(self, plan: Mapping[tuple, tuple[Callable, tuple]],
+                 progress: Progress | None) -> None:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            pending = {pool.submit(self._lower(key, build).compile): key
+                       for key, build in plan.items()}
+            for done, future in enumerate(concurrent.futures.as_completed(pending), 1):
+                self._programs[pending[future]] = future.result()
+                if progress is not None:
+                    progress("compile", done, len(plan))
+
+    def insert(self, slot: int, source: Sequence[int], *, sampling: SamplingParams, seed: int,
+               max_new_tokens: int, eos_ids: Sequence[int], draft_length: int) -> None:
+        """Encodes a source once per model and gives it a slot.
+
+        Args:
+          source: ids, final EOS included; 1 to config.max_source_length of them.
+          seed: in [0, 2**64).
+          max_new_tokens: 1 to config.max_target_length.
+          eos_ids: ids that end the output; at most 8, or none.
+          draft_length: drafts examined per step; 0 is plain decoding.
+
+        Raises:
+          ValueError: names the field, the value and the bound.
+        """
+        config = self.config
+        check_range("slot", slot, 0, config.slots - 1)
+        check_range("length of source", len(source), 1, config.max_source_length)
+        check_range("max_new_tokens", max_new_tokens, 1, config.max_target_length)
+        check_range("draft_length", draft_length, 0, config.max_draft_length)
+        check_range("number of eos_ids", len(eos_ids), 0, MAX_EOS_IDS)
+        for name, ids in (("source id", source), ("eos_ids", eos_ids)):
+            for value in ids:
+                check_range(name, value, 0, self.vocabulary_size - 1)
+        words = seed_words(seed)
+        bucket = config.source_bucket(len(source))
+        tokens = np.zeros((1, bucket), np.int32)
+        tokens[0, :len(source)] = source
+        eos = np.full((1, MAX_EOS_IDS), NO_ID, np.int32)
+        eos[0, :len(eos_ids)] = eos_ids
+
+        def one(value, dtype):
+            return np.asarray([value], dtype)
+
+        row = Slots(
+            active_B=one(True, np.bool_), length_B=one(1, np.int32),
+            last_two_B2=one((self.start_id, 0), np.int32),
+            max_length_B=one(1 + max_new_tokens, np.int32),
+            source_length_B=one(len(source), np.int32), eos_ids_BE=eos,
+            draft_limit_B=one(draft_length, np.int32), seed_B2=one(words, np.uint32),
+            sampling=SlotSampling(temperature_B=one(sampling.temperature, np.float32),
+                                  top_k_B=one(sampling.top_k, np.int32),
+                                  top_p_B=one(sampling.top_p, np.float32)))
+        self._state = self._run(("insert", bucket), self._state, np.int32(slot), tokens, row)
+        self._tenants[slot] = _Tenant(len(source), draft_length)
+
+    def step(self) -> StepHandle:
+        """Launches one step of all slots and returns at once.
+
+        The draft length is the smallest rung that covers every active request's.
+        """
+        if not self._tenants:
+            raise RuntimeError("step needs an active slot")
+        tenants = self._tenants.values()
+        rung = self.config.rung(max(t.draft_length for t in tenants))
+        bucket = self.config.source_bucket(max(t.source_length for t in tenants))
+        self._state, packed = self._run(("step", rung, bucket), self._state)
+        return StepHandle(packed, rung, dict(self._tenants), self._forget)
+
+    def release(self, slot: int) -> None:
+        """Ends a slot's request; the slot is inert from the next step on. Idempotent."""
+        if self._tenants.pop(slot, None) is not None:
+            self._state = self._run(("release",), self._state, np.int32(slot))
+
+    def _forget(self, slot: int, tenant: _Tenant) -> None:
+        if self._tenants.get(slot) is tenant:  # a newer tenant is not its predecessor
+            del self._tenants[slot]
+
+    # ---- programs ------------------------------------------------------------
+
+    def _place(self, model: T5) -> tuple[nnx.GraphDef, nnx.State]:
+        graphdef, params = nnx.split(model)
+        if self._mesh is not None:
+            params = jax.device_put(params, mesh_lib.param_shardings(
+                params, model.config, self._mesh))
+        return graphdef, params
+
+    def _empty_state(self, target: T5, draft: T5 | None) -> DecodeState:
+        def cache(model: T5) -> DecoderCache:
+            return DecoderCache.zeros(
+                model.config, slots=self.config.slots, positions=self.config.target_positions,
+                source_positions=self.config.max_source_length,
+                dtype=model.embedding[...].dtype)
+
+        state = DecodeState(slots=Slots.empty(self.config.slots), target_cache=cache(target),
+                            draft_cache=None if draft is None else cache(draft))
+        if self._mesh is not None:
+            state = jax.device_put(state, mesh_lib.state_shardings(
+                state, target.config, draft.config if draft is not None else None, self._mesh))
+        return state
+
+    def _models(self, target_params: nnx.State, draft_params: nnx.State | None,
+                ) -> tuple[T5, T5 | None]:
+        draft = None if draft_params is None else nnx.merge(self._draft, draft_params)
+        return nnx.merge(self._target, target_params), draft
+
+    def _insert_program(self, target_params, draft_params, state, slot, tokens, row):
+        def fill(model: T5, cache: DecoderCache) -> DecoderCache:
+            encoded = model.encode(tokens, row.source_length_B)
+            return cache.insert_source(slot, model.cross_keys_values(encoded))
+
+        target, draft = self._models(target_params, draft_params)
+        return dataclasses.replace(
+            state, slots=state.slots.insert(slot, row),
+            target_cache=fill(target, state.target_cache),
+            draft_cache=None if draft is None else fill(draft, state.draft_cache))
+
+    def _step_program(self, rung, bucket, target_params, draft_params, state):
+        target, draft = self._models(target_params, draft_params)
+        state, output = step(target, draft, state, draft_length=rung, source_positions=bucket,
+                             vocabulary_size=self.vocabulary_size)
+        return state, output.pack()
+
+    def _release_program(self, target_params, draft_params, state, slot):
+        active = state.slots.active_B & (jnp.arange(self.config.slots) != slot)
+        return dataclasses.replace(
+            state, slots=dataclasses.replace(state.slots, active_B=active))
+
+    def _pass_program(self, which, width, target_params, draft_params, state):
+        """One pass of ``width`` with its distribution: what c and widening compare."""
+        target, draft = self._models(target_params, draft_params)
+        model = target if which == "target" else draft
+        assert model is not None
+        cache = getattr(state, f"{which}_cache")
+        tokens = jnp.zeros((self.config.slots, width), jnp.int32)
+        logits, cache = read(model, tokens, state.slots.length_B - 1, state.slots, cache,
+                             self.config.source_buckets[0])
+        probs, _ = warp(logits, state.slots.sampling, self.vocabulary_size)
+        return dataclasses.replace(state, **{f"{which}_cache": cache}), jnp.argmax(probs, -1)
+
+    def _plan(self) -> dict[tuple, tuple[Callable, tuple]]:
+        """Key -> (function, arguments after state) of every program."""
+        config, scalar = self.config, jax.ShapeDtypeStruct((), jnp.int32)
+        row = jax.eval_shape(lambda: Slots.empty(1))
+        plan: dict[tuple, tuple[Callable, tuple]] = {
+            ("release",): (self._release_program, (scalar,))}
+        for bucket in config.source_buckets:
+            tokens = jax.ShapeDtypeStruct((1, bucket), jnp.int32)
+            plan["insert", bucket] = (self._insert_program, (scalar, tokens, row))
+            for rung in config.draft_lengths:
+                plan["step", rung, bucket] = (
+                    functools.partial(self._step_program, rung, bucket), ())
+        return plan
+
+    def _pass_plan(self) -> dict[tuple, tuple[Callable, tuple]]:
+        passes = [("target", rung + 1) for rung in self.config.draft_lengths]
+        if self._draft_params is not None:
+            passes.append(("draft", 1))
+        return {("pass", *which): (functools.partial(self._pass_program, *which), ())
+                for which in passes}
+
+    def _lower(self, key: tuple, build: tuple[Callable, tuple]) -> jax.stages.Lowered:
+        function, extra = build
+        out_shardings = None
+        if self._mesh is not None:
+            state = jax.tree.map(lambda x: x.sharding, self._state)
+            rest = mesh_lib.replicated(self._mesh)
+            out_shardings = state if key[0] in ("insert", "release") else (state, rest)
+        program = jax.jit(function, donate_argnums=2, out_shardings=out_shardings)
+        return program.lower(self._target_params, self._draft_params, self._state, *extra)
+
+    def _run(self, key: tuple, *args: Any) -> Any:
+        if key not in self._programs:
+            raise RuntimeError("warm_up must run before the first request")
+        return self._programs[key](self._target_params, self._draft_params, *args)
+
+    def _time(self) -> CostReport:
+        def timed(key: tuple) -> Callable[[], object]:
+            def run() -> object:
+                self._state, result = self._run(key, self._state)
+                return result
+            return run
+
+        bucket = self.config.source_buckets[0]
+        keys = {str(key): key for key in self._programs
+                if key[0] == "pass" or (key[0] == "step" and key[2] == bucket)}
+        times = time_interleaved({name: timed(key) for name, key in keys.items()},
+                                 _TIMING_REPEATS)
+        by_key = {keys[name]: value for name, value in times.items()}
+        rungs = self.config.draft_lengths
+        return CostReport(
+            target_ms=by_key["pass", "target", 1],
+            draft_ms=by_key.get(("pass", "draft", 1)),
+            verify_ms={rung: by_key["pass", "target", rung + 1] for rung in rungs},
+            step_ms={rung: by_key["step", rung, bucket] for rung in rungs},
+            method=f"median wall time of {_TIMING_REPEATS} runs of each compiled program at "
+                   f"warm-up, in turns; {self.config.slots} slots, source bucket {bucket}")

@@ -1,0 +1,159 @@
+"""The step program: draft, verify, accept, commit. Plain decoding is γ = 0."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from tpuspec.acceptance import accept
+from tpuspec.decode_state import DecodeState, FinishReason, Slots, StepOutput
+from tpuspec.kv_cache import DecoderCache
+from tpuspec.sampling import Purpose, draw, uniforms, warp
+from tpuspec.t5 import T5
+
+
+def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
+         source_positions: int, vocabulary_size: int) -> tuple[DecodeState, StepOutput]:
+    """Advances every active slot by 1 to ``draft_length + 1`` tokens.
+
+    Args:
+      draft_length: γ, static.
+      source_positions: source bucket read by cross-attention, static; at least the
+        source length of every active slot.
+      vocabulary_size: ids that exist.
+
+    Source: Leviathan et al. 2022, Algorithm 1; Chen et al. 2023, Algorithm 2.
+    """
+    slots = state.slots
+    pending_B = pending_token(slots)
+    positions_BG = slots.length_B[:, None] + jnp.arange(draft_length + 1)[None, :]
+    coins = uniforms(slots.seed_B2, positions_BG)
+    drafts_Bγ = jnp.zeros((pending_B.shape[0], 0), jnp.int32)
+    draft_probs_BγV = jnp.zeros((pending_B.shape[0], 0, target.config.vocab_size), jnp.float32)
+    draft_sound_B = jnp.ones_like(slots.active_B)
+    draft_cache = state.draft_cache
+    if draft_length:
+        assert draft is not None and draft_cache is not None
+        with jax.named_scope("draft"):
+            drafts_Bγ, draft_probs_BγV, sound_B, draft_cache = propose(
+                draft, slots, draft_cache, coins[Purpose.DRAFT, :, :-1], source_positions,
+                vocabulary_size)
+            draft_probs_BγV = fit_vocabulary(draft_probs_BγV, target.config.vocab_size)
+            draft_sound_B = sound_B | (slots.draft_limit_B == 0)
+
+    with jax.named_scope("verify"):
+        window_BG = jnp.concatenate([pending_B[:, None], drafts_Bγ], axis=1)
+        logits_BGV, target_cache = read(target, window_BG, slots.length_B - 1, slots,
+                                        state.target_cache, source_positions)
+    with jax.named_scope("accept"):
+        target_probs_BGV, sound_BG = warp(logits_BGV, slots.sampling, vocabulary_size)
+        limit_B = jnp.minimum(slots.draft_limit_B, draft_length)
+        outcome = accept(drafts_Bγ, draft_probs_BγV, target_probs_BGV, limit_B,
+                         coins[Purpose.ACCEPT, :, :-1], coins[Purpose.CORRECTION])
+    with jax.named_scope("commit"):
+        accepted_B = outcome.accepted_B
+        index = jnp.arange(draft_length + 1)[None, :]
+        tokens_BG = jnp.where(
+            index < accepted_B[:, None], jnp.pad(drafts_Bγ, ((0, 0), (0, 1))),
+            jnp.where(index == accepted_B[:, None], outcome.next_token_B[:, None], 0))
+        seen = index <= accepted_B[:, None]
+        sound_B = draft_sound_B & jnp.all(sound_BG | ~seen, axis=1)
+        slots, output = commit(slots, tokens_BG, accepted_B, limit_B, outcome.overlap_Bγ, sound_B)
+    return DecodeState(slots=slots, target_cache=target_cache, draft_cache=draft_cache), output
+
+
+def pending_token(slots: Slots) -> jax.Array:
+    """[B] the last final token, which no model has read yet."""
+    return jnp.where(slots.length_B == 1, slots.last_two_B2[:, 0], slots.last_two_B2[:, 1])
+
+
+def read(model: T5, tokens_BG: jax.Array, start_B: jax.Array, slots: Slots,
+         cache: DecoderCache, source_positions: int, row_B: jax.Array | None = None,
+         ) -> tuple[jax.Array, DecoderCache]:
+    """One pass over a window, with cross-attention limited to the source bucket."""
+    logits, written = model.decode(tokens_BG, start_B, slots.source_length_B,
+                                   cache.limit_source(source_positions), row_B)
+    return logits, dataclasses.replace(cache, self_k=written.self_k, self_v=written.self_v)
+
+
+def propose(draft: T5, slots: Slots, cache: DecoderCache, coins_Bγ: jax.Array,
+            source_positions: int, vocabulary_size: int,
+            ) -> tuple[jax.Array, jax.Array, jax.Array, DecoderCache]:
+    """One draft pass per coin. Returns drafts [B, γ], their distributions [B, γ, V],
+    soundness [B] and the draft's cache.
+
+    The first pass reads the last two final tokens. The first of them is a rewrite
+    with the same values, except after a step in which every draft was accepted,
+    where it is the catch-up that keeps the draft's cache whole.
+    """
+
+    def sample(logits_B1V: jax.Array, coin_B: jax.Array,
+               ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        probs, sound = warp(logits_B1V, slots.sampling, vocabulary_size)
+        return draw(probs[:, 0], coin_B), probs[:, 0], sound[:, 0]
+
+    start_B = jnp.maximum(slots.length_B - 2, 0)
+    logits, cache = read(draft, slots.last_two_B2, start_B, slots, cache, source_positions,
+                         row_B=slots.length_B - 1 - start_B)
+    first = sample(logits, coins_Bγ[:, 0])
+
+    def body(carry, coin_B):
+        token_B, position_B, cache = carry
+        logits, cache = read(draft, token_B[:, None], position_B, slots, cache,
+                             source_positions)
+        sampled = sample(logits, coin_B)
+        return (sampled[0], position_B + 1, cache), sampled
+
+    (_, _, cache), rest = lax.scan(body, (first[0], slots.length_B, cache), coins_Bγ[:, 1:].T)
+    drafts, probs, sound = jax.tree.map(
+        lambda one, more: jnp.moveaxis(jnp.concatenate([one[None], more]), 0, 1), first, rest)
+    return drafts, probs, jnp.all(sound, axis=1), cache
+
+
+def fit_vocabulary(probs: jax.Array, size: int) -> jax.Array:
+    """Pads or crops the last axis; rows beyond the vocabulary have probability 0."""
+    have = probs.shape[-1]
+    if have >= size:
+        return probs[..., :size]
+    return jnp.pad(probs, ((0, 0),) * (probs.ndim - 1) + ((0, size - have),))
+
+
+def commit(slots: Slots, tokens_BG: jax.Array, accepted_B: jax.Array, limit_B: jax.Array,
+           overlap_Bγ: jax.Array, sound_B: jax.Array) -> tuple[Slots, StepOutput]:
+    """Cuts at the first EOS and at the length cap, and moves the lengths.
+
+    That is the whole rollback: K/V beyond the new length is dead.
+    """
+    index = jnp.arange(tokens_BG.shape[1])[None, :]
+    full_B = accepted_B + 1
+    is_eos = jnp.any(tokens_BG[..., None] == slots.eos_ids_BE[:, None, :], axis=-1)
+    is_eos &= index < full_B[:, None]
+    to_eos_B = jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1,
+                         tokens_BG.shape[1] + 1)
+    room_B = slots.max_length_B - slots.length_B
+    live_B = slots.active_B & sound_B
+    num_B = jnp.where(live_B, jnp.minimum(jnp.minimum(full_B, to_eos_B), room_B), 0)
+    length_B = slots.length_B + num_B
+    finish_B = jnp.where(to_eos_B <= num_B, FinishReason.EOS,
+                         jnp.where(length_B >= slots.max_length_B, FinishReason.LENGTH,
+                                   FinishReason.NONE))
+    finish_B = jnp.where(live_B, finish_B, jnp.where(
+        slots.active_B, FinishReason.NON_FINITE, FinishReason.NONE)).astype(jnp.int32)
+
+    history = jnp.concatenate([pending_token(slots)[:, None], tokens_BG], axis=1)
+    last = jnp.maximum(num_B, 1)[:, None]
+    last_two = jnp.take_along_axis(history, jnp.concatenate([last - 1, last], axis=1), axis=1)
+    last_two = jnp.where((num_B > 0)[:, None], last_two, slots.last_two_B2)
+
+    kept_B = jnp.minimum(accepted_B, num_B)
+    rejected_B = (accepted_B < limit_B) & (num_B == full_B)
+    examined_B = jnp.where(live_B, kept_B + rejected_B.astype(jnp.int32), 0)
+    overlap_B = jnp.sum(jnp.where(
+        index[:, :-1] < examined_B[:, None], overlap_Bγ, 0.0), axis=1)
+    output = StepOutput(
+        tokens=tokens_BG, num_tokens=num_B, drafted=jnp.where(slots.active_B, limit_B, 0),
+        accepted=kept_B, examined=examined_B, finish=finish_B, overlap=overlap_B)
+    running_B = slots.active_B & (finish_B == FinishReason.NONE)
+    return dataclasses.replace(slots, active_B=running_B, length_B=length_B,
+                               last_two_B2=last_two), output
