@@ -181,7 +181,7 @@ class Trainer:
             return jax.value_and_grad(
                 lambda p: loss(graphdef, with_pure(self.params, p), batch, drop))(params)
 
-        @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
+        @functools.partial(jax.jit, donate_argnums=(1, 2))
         def update(grads, params, opt_state):  # apart: compiled once for all widths
             updates, opt_state = opt.update(grads, opt_state, params)
             return optax.apply_updates(params, updates), opt_state

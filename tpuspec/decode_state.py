@@ -90,7 +90,7 @@ class StepOutput(NamedTuple):
 
     Attributes:
       tokens: [B, G] new final tokens, meaningful below ``num_tokens``.
-      num_tokens: [B] accepted drafts and the target's own token, after cuts.
+      num_tokens: [B] int32 accepted drafts and the target's own token, after cuts.
       drafted: [B] drafts offered to the verify pass.
       accepted: [B] drafts among the new tokens.
       examined: [B] accepted, plus one if the step ended in a rejection. Drafts after
@@ -109,7 +109,8 @@ class StepOutput(NamedTuple):
 
     def pack(self) -> jax.Array:
         """One int32 array [B, G + 6]: one host copy a step."""
-        columns = [*self[1:6], lax.bitcast_convert_type(self.overlap, jnp.int32)]
+        columns = [jnp.asarray(x) for x in self[1:6]]
+        columns.append(lax.bitcast_convert_type(jnp.asarray(self.overlap), jnp.int32))
         return jnp.concatenate([jnp.asarray(self.tokens), jnp.stack(columns, axis=1)], axis=1)
 
     @classmethod

@@ -1,0 +1,1 @@
+"""The wire: ``generation.proto`` and the code made from it by ``tools/generate_protos.py``."""

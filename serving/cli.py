@@ -1,0 +1,128 @@
+"""The console script ``tpuspec``: flags here, work in one module per command.
+
+JAX, and what needs it, is imported only by the command that uses it.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import app, logging
+from absl.flags import argparse_flags
+
+from tpuspec import platform
+
+
+def main() -> None:
+    """Exits with 0, with 1 after an error, or with 2 after wrong flags."""
+    app.run(_run, flags_parser=lambda argv: make_parser().parse_args(argv[1:]))
+
+
+def _run(args: argparse.Namespace) -> int:
+    logging.set_verbosity(logging.WARNING)  # libraries say much at INFO while loading
+    try:
+        if getattr(args, "server", None) is None:
+            # Before JAX is imported, which the command's module may do.
+            platform.choose(args.platform)
+            if sys.stderr.isatty():
+                print("starting JAX, which takes some seconds ...", file=sys.stderr)
+        return importlib.import_module(f"tpuspec.serving.{args.command}").run(args)
+    except (ValueError, OSError) as error:
+        print(f"tpuspec {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse_flags.ArgumentParser(
+        prog="tpuspec", description="Exact speculative decoding of T5 models.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary, add_flags in (
+            ("serve", "serve a pair over gRPC", _serve_flags),
+            ("generate", "generate from texts, in process or with a server", _generate_flags),
+            ("demo", "stream translations of the bundled pair and measure the speed-up",
+             _demo_flags)):
+        add_flags(commands.add_parser(name, help=summary, description=summary + "."))
+    return parser
+
+
+def _serve_flags(parser: argparse.ArgumentParser) -> None:
+    _model_flags(parser)
+    parser.add_argument("--host", default="localhost",
+                        help="address to listen on; 0.0.0.0 is every IPv4 interface")
+    parser.add_argument("--port", type=_integer(0, 65535), default=8500, help="0 is a free one")
+    parser.add_argument("--slots", type=_integer(1), default=4,
+                        help="requests that run at once")
+    parser.add_argument("--queue_limit", type=_integer(0), default=64,
+                        help="requests that may wait; more are refused")
+    parser.add_argument("--source_buckets", type=_integers(1), default=(32, 64, 128, 256, 512),
+                        help="compiled source lengths; the last is the longest source")
+    parser.add_argument("--max_target_length", type=_integer(1), default=256,
+                        help="most new tokens of a request")
+    parser.add_argument("--draft_lengths", type=_integers(0), default=(0, 1, 2, 3, 5, 7),
+                        help="compiled draft lengths, beginning with 0")
+    parser.add_argument("--draft_length", type=_integer(0), default=3,
+                        help="of requests that name none")
+    parser.add_argument("--grace_seconds", type=float, default=30.0,
+                        help="for running requests after SIGTERM")
+
+
+def _generate_flags(parser: argparse.ArgumentParser) -> None:
+    _model_flags(parser)
+    parser.add_argument("text", nargs="*", help="sources; without any, lines of standard input")
+    parser.add_argument("--input", metavar="FILE.jsonl",
+                        help='one JSON object a line: "text" or "token_ids", and if you like '
+                             '"id" and any of the flags below')
+    parser.add_argument("--server", metavar="HOST:PORT", help="use a server, not this process")
+    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top_k", type=int, default=0, help="0 is off")
+    parser.add_argument("--top_p", type=float, default=1.0, help="1 is off")
+    parser.add_argument("--seed", type=_integer(0), help="fresh for every source without it")
+    parser.add_argument("--max_new_tokens", type=_integer(1))
+    parser.add_argument("--draft_length", type=_integer(0), help="0 is plain decoding")
+    parser.add_argument("--stop", action="append", default=[], metavar="STRING",
+                        help="ends the output before this; may be repeated")
+    parser.add_argument("--eos_ids", type=_integers(0), default=(), help="ids that end the output")
+    parser.add_argument("--ignore_eos", action="store_true", help="run to the length limit")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for each source")
+
+
+def _demo_flags(parser: argparse.ArgumentParser) -> None:
+    _model_flags(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON document, no streaming")
+    parser.add_argument("--draft_length", type=_integer(1), default=3)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+
+
+def _model_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", metavar="DIR", help="checkpoint; without it the bundled pair")
+    parser.add_argument("--draft", metavar="DIR", help="checkpoint; without it plain decoding")
+    parser.add_argument("--platform", choices=("cpu", "tpu"), help="must be present")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"),
+                        help="bfloat16 on TPU and float32 elsewhere, if not given")
+    parser.add_argument("--mesh", type=_integers(1, count=2), default=(1, 1),
+                        metavar="DATA,MODEL", help="devices that share slots and weights")
+
+
+def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        value = int(text)
+        if value < low or (high is not None and value > high):
+            bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
+            raise argparse.ArgumentTypeError(f"must be {bound}, got {value}")
+        return value
+
+    return integer
+
+
+def _integers(low: int, count: int | None = None) -> Callable[[str], Sequence[int]]:
+    def integers(text: str) -> Sequence[int]:
+        values = tuple(_integer(low)(part) for part in text.split(","))
+        if count is not None and len(values) != count:
+            raise argparse.ArgumentTypeError(f"must be {count} numbers, got {text}")
+        return values
+
+    return integers

@@ -1,0 +1,135 @@
+"""Clients of a tpuspec server: ``Client`` for asyncio, ``BlockingClient`` for plain code.
+
+    with BlockingClient("localhost:8500") as client:
+        for response in client.generate("translate English to German: Good morning."):
+            print(response.text, end="", flush=True)
+        print(response.finish)
+"""
+
+import os
+import types
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any, Self
+
+import grpc
+import grpc.aio
+
+from tpuspec.protos import generation_pb2 as pb
+from tpuspec.protos import generation_pb2_grpc
+from tpuspec.serving.channel import MESSAGE_OPTIONS
+
+
+def make_request(
+        source: str | Sequence[int], *, temperature: float = 0.0, top_k: int = 0,
+        top_p: float = 1.0, seed: int | None = None, max_new_tokens: int | None = None,
+        eos_ids: Sequence[int] = (), ignore_eos: bool = False, stop: Sequence[str] = (),
+        draft_length: int | None = None, request_id: str = "") -> pb.GenerateRequest:
+    """Builds a request from a text or from encoder ids; None leaves the choice to the server.
+
+    Raises:
+      ValueError: a value does not fit its field; the server checks all bounds.
+    """
+    try:
+        request = pb.GenerateRequest(
+            request_id=request_id, eos_ids=eos_ids, ignore_eos=ignore_eos, stop=stop, seed=seed,
+            max_new_tokens=max_new_tokens, draft_length=draft_length,
+            sampling=pb.Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
+        if isinstance(source, str):
+            request.text = source
+        else:
+            request.token_ids.SetInParent()
+            request.token_ids.ids.extend(source)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
+    return request
+
+
+class _Process:
+    """The process in which gRPC was first used: its threads do not survive a fork."""
+
+    first: int | None = None
+
+    @classmethod
+    def check(cls) -> None:
+        """Raises RuntimeError in a forked child of a process that has used a client."""
+        if cls.first is None:
+            cls.first = os.getpid()
+        elif cls.first != os.getpid():
+            raise RuntimeError(
+                "a gRPC client was used before this process was forked, and would hang: use the "
+                "multiprocessing start method 'spawn', or make the first client in the children")
+
+
+class Client:
+    """Asynchronous client; use it as ``async with Client(address) as client``."""
+
+    def __init__(self, address: str):
+        _Process.check()
+        self._channel = grpc.aio.insecure_channel(address, options=MESSAGE_OPTIONS)
+        self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        traceback: types.TracebackType | None) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+    async def generate(self, request: pb.GenerateRequest, *, timeout: float | None = None,
+                       ) -> AsyncIterator[pb.GenerateResponse]:
+        """Streams the responses; leaving the loop early cancels the request.
+
+        Raises:
+          grpc.aio.AioRpcError: the server's status.
+        """
+        _Process.check()
+        call = self._stub.Generate(request, timeout=timeout)
+        try:
+            async for response in call:
+                yield response
+        finally:
+            call.cancel()
+
+    async def get_model(self, *, timeout: float | None = 10.0) -> pb.GetModelResponse:
+        _Process.check()
+        return await self._stub.GetModel(pb.GetModelRequest(), timeout=timeout)
+
+
+class BlockingClient:
+    """The same for code without an event loop."""
+
+    def __init__(self, address: str):
+        _Process.check()
+        self._channel = grpc.insecure_channel(address, options=MESSAGE_OPTIONS)
+        self._stub = generation_pb2_grpc.GenerationStub(self._channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 traceback: types.TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def generate(self, source: str | Sequence[int], *, timeout: float | None = None,
+                 **parameters: Any) -> Iterator[pb.GenerateResponse]:
+        """Streams the responses; ``parameters`` are those of ``make_request``.
+
+        Raises:
+          grpc.RpcError: the server's status.
+        """
+        _Process.check()
+        call = self._stub.Generate(make_request(source, **parameters), timeout=timeout)
+        try:
+            yield from call
+        finally:
+            call.cancel()
+
+    def get_model(self, *, timeout: float | None = 10.0) -> pb.GetModelResponse:
+        _Process.check()
+        return self._stub.GetModel(pb.GetModelRequest(), timeout=timeout)

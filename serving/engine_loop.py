@@ -1,0 +1,240 @@
+"""The one thread that drives the engine.
+
+A turn: plan, release, insert, launch a step, then read the step before it. So one
+step is always in flight while the host works on the previous one's results, and
+every step carries the requests it was launched with: results go to requests,
+never to whoever holds the slot by then.
+"""
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from absl import logging
+
+from tpuspec.measurement import SpeculationStats
+from tpuspec.serving.errors import ErrorCode, RequestError
+from tpuspec.serving.interfaces import SlotEngine, StepHandle, Vocabulary
+from tpuspec.serving.output_text import OutputText
+from tpuspec.serving.request import Request, TokenChunk
+from tpuspec.serving.scheduler import QueueFull, Scheduler
+from tpuspec.serving.ticket import Ticket
+from tpuspec.serving.token_stream import TokenStream
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Gauges and counters since the start; each accepted request ends in one of the last three."""
+
+    active_slots: int = 0
+    queued: int = 0
+    accepted: int = 0
+    refused: int = 0
+    finished: int = 0
+    cancelled: int = 0
+    failed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class _InFlight:
+    """A launched step and whom it was launched for."""
+
+    handle: StepHandle
+    tickets: Mapping[int, Ticket]
+
+
+class EngineLoop:
+    """Runs requests on an engine; ``submit`` and ``cancel`` may be called by any thread.
+
+    Args:
+      engine: warmed up; used by this loop's thread only.
+      vocabulary: for the text of outputs; None leaves texts empty.
+      queue_limit: requests that may wait beside the running ones.
+      overlap: keep one step in flight; False reads every step before the next.
+      on_failure: called in the loop's thread when the engine fails.
+      clock: seconds, monotonic; deadlines of requests are in its time.
+    """
+
+    def __init__(self, engine: SlotEngine, vocabulary: Vocabulary | None, *, queue_limit: int,
+                 overlap: bool = True, on_failure: Callable[[Exception], None] | None = None,
+                 clock: Callable[[], float] = time.monotonic):
+        self.engine = engine
+        self.queue_limit = queue_limit
+        self.clock = clock
+        self.stats = SpeculationStats()
+        self._vocabulary = vocabulary
+        self._overlap = overlap
+        self._on_failure = on_failure
+        self._changed = threading.Condition()  # guards the scheduler and all below
+        self._scheduler: Scheduler[Ticket] = Scheduler(
+            slots=engine.config.slots, queue_limit=queue_limit)
+        self._load = Load()
+        self._slot_seconds = 1.0  # of recent requests, on average
+        self._stopping = False
+        self._closed: RequestError | None = None  # what new requests are refused with
+        self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
+
+    # ---- any thread ----------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """Fails what is left with UNAVAILABLE; True if the thread ended in time."""
+        with self._changed:
+            self._stopping = True
+            self._closed = self._closed or RequestError(
+                ErrorCode.UNAVAILABLE, "the server is shutting down")
+            self._changed.notify()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def submit(self, request: Request, stream: TokenStream) -> Ticket:
+        """Queues a request.
+
+        Raises:
+          RequestError: RESOURCE_EXHAUSTED if the queue is full, UNAVAILABLE at the end.
+        """
+        detokenizer = None if self._vocabulary is None else self._vocabulary.detokenizer()
+        ticket = Ticket(request, stream, OutputText(detokenizer, request.stop), self.clock())
+        with self._changed:
+            if self._closed is not None:
+                raise RequestError(self._closed.code, str(self._closed))
+            try:
+                self._scheduler.submit(ticket)
+            except QueueFull as full:
+                self._count(refused=1)
+                raise RequestError(
+                    ErrorCode.RESOURCE_EXHAUSTED,
+                    f"the queue is full: {full}",
+                    retry_after=self._slot_seconds / self.engine.config.slots) from None
+            self._count(accepted=1)
+            self._changed.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Frees the place in the queue at once, the slot before the next step. Idempotent."""
+        with self._changed:
+            waiting = ticket in self._scheduler.waiting
+            if self._scheduler.cancel(ticket) and waiting:
+                ticket.done = True
+                self._count(cancelled=1)
+            self._changed.notify()
+
+    @property
+    def load(self) -> Load:
+        with self._changed:
+            return dataclasses.replace(
+                self._load, active_slots=len(self._scheduler.running),
+                queued=len(self._scheduler.waiting))
+
+    # ---- the loop's thread ---------------------------------------------------
+
+    def _run(self) -> None:
+        in_flight: _InFlight | None = None
+        try:
+            while self._wait_for_work(in_flight):
+                launched = self._launch()
+                if not self._overlap:
+                    in_flight, launched = launched, None
+                if in_flight is not None:
+                    self._commit(in_flight)
+                in_flight = launched
+        except Exception as error:
+            logging.exception("engine failed")
+            self._close(RequestError(ErrorCode.INTERNAL,
+                                     f"the engine failed: {type(error).__name__}: {error}"))
+            if self._on_failure is not None:
+                self._on_failure(error)
+        else:
+            self._close(RequestError(ErrorCode.UNAVAILABLE, "the server is shutting down"))
+
+    def _wait_for_work(self, in_flight: _InFlight | None) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping or in_flight is not None
+                                   or self._scheduler.has_work)
+            return not self._stopping
+
+    def _launch(self) -> _InFlight | None:
+        now = self.clock()
+        with self._changed:
+            plan = self._scheduler.plan(now)
+        for ticket in plan.expired:
+            self._fail(ticket, RequestError(ErrorCode.DEADLINE_EXCEEDED,
+                                            "the deadline passed in the queue"))
+        for slot, ticket in plan.released:
+            self.engine.release(slot)
+            late = ticket.deadline is not None and ticket.deadline <= now
+            self._fail(ticket, RequestError(ErrorCode.DEADLINE_EXCEEDED, "the deadline passed")
+                       if late else RequestError(ErrorCode.CANCELLED, "cancelled"))
+        for slot, ticket in plan.admitted:
+            self._insert(slot, ticket)
+        with self._changed:
+            running = self._scheduler.running
+        if not running:
+            return None
+        return _InFlight(self.engine.step(), running)
+
+    def _insert(self, slot: int, ticket: Ticket) -> None:
+        request = ticket.request
+        ticket.admitted(self.clock())
+        try:
+            self.engine.insert(
+                slot, request.source, sampling=request.sampling, seed=request.seed,
+                max_new_tokens=request.max_new_tokens, eos_ids=request.eos_ids,
+                draft_length=request.draft_length)
+        except ValueError as error:
+            # The engine refuses before it touches anything: only this request is lost.
+            self._leave(slot, ticket)
+            self._fail(ticket, RequestError(ErrorCode.INTERNAL, str(error)))
+
+    def _commit(self, step: _InFlight) -> None:
+        output = step.handle.read()
+        now = self.clock()
+        for slot, ticket in step.tickets.items():
+            if ticket.done:
+                continue
+            try:
+                chunk = ticket.advance(output, slot, now)
+            except RequestError as error:
+                self._leave(slot, ticket)
+                self._fail(ticket, error)
+                continue
+            self.stats += chunk.steps
+            self._deliver(slot, ticket, chunk)
+
+    def _deliver(self, slot: int, ticket: Ticket, chunk: TokenChunk) -> None:
+        if chunk.finish is not None:
+            ticket.done = True
+            self._leave(slot, ticket)
+            timings = chunk.finish.timings
+            with self._changed:
+                self._count(finished=1)
+                self._slot_seconds += 0.1 * (timings.total - timings.queue - self._slot_seconds)
+        ticket.stream.put(chunk)
+
+    def _leave(self, slot: int, ticket: Ticket) -> None:
+        self.engine.release(slot)
+        with self._changed:
+            self._scheduler.finish(slot, ticket)
+
+    def _fail(self, ticket: Ticket, error: RequestError) -> None:
+        ticket.done = True
+        with self._changed:
+            if error.code in (ErrorCode.CANCELLED, ErrorCode.DEADLINE_EXCEEDED):
+                self._count(cancelled=1)
+            else:
+                self._count(failed=1)
+        ticket.stream.fail(error)
+
+    def _close(self, error: RequestError) -> None:
+        with self._changed:
+            self._closed = RequestError(ErrorCode.UNAVAILABLE, str(error))
+            gone = self._scheduler.clear()
+        for ticket in gone:
+            self._fail(ticket, error)
+
+    def _count(self, **more: int) -> None:
+        self._load = dataclasses.replace(self._load, **{
+            name: getattr(self._load, name) + count for name, count in more.items()})

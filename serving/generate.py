@@ -1,0 +1,136 @@
+"""``tpuspec generate``: texts or a JSONL file to texts or JSONL, in process or with a server."""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from tpuspec.protos import generation_pb2 as pb
+from tpuspec.serving.client import Client, make_request
+from tpuspec.serving.records import Failure, Row, read_rows, record
+
+_MOST_TRIES = 100  # when the server is busy
+
+Responses = Callable[[pb.GenerateRequest], AsyncIterator[pb.GenerateResponse]]
+
+
+def run(args: argparse.Namespace) -> int:
+    rows = list(_rows(args))
+    if args.server is not None:
+        return asyncio.run(_with_server(args, rows))
+    return asyncio.run(_in_process(args, rows))
+
+
+def _rows(args: argparse.Namespace) -> Iterator[Row]:
+    """Raises ValueError if the sources come from more than one place, or from none."""
+    defaults: Mapping[str, Any] = {
+        name: getattr(args, name) for name in (
+            "temperature", "top_k", "top_p", "seed", "max_new_tokens", "draft_length", "stop",
+            "eos_ids", "ignore_eos")}
+    if args.input is not None:
+        if args.text:
+            raise ValueError("text must be empty with --input")
+        with open(args.input, encoding="utf-8-sig", newline="\n") as lines:
+            yield from read_rows(lines, defaults)
+        return
+    if not args.text and sys.stdin.isatty():
+        raise ValueError("text must be given: as arguments, lines of standard input or --input")
+    texts = args.text or (line.rstrip("\r\n") for line in sys.stdin)
+    for number, text in enumerate(texts):
+        yield Row(str(number), make_request(text, **defaults))
+
+
+async def _with_server(args: argparse.Namespace, rows: Sequence[Row]) -> int:
+    async with Client(args.server) as client:
+        try:
+            limits = (await client.get_model()).limits
+        except grpc.aio.AioRpcError as error:
+            raise ValueError(f"no answer from {args.server}: {error.code().name}: "
+                             f"{error.details()}") from None
+
+        def respond(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+            return client.generate(request, timeout=args.timeout)
+
+        return await _generate(rows, respond, concurrency=2 * limits.slots, as_json=args.json)
+
+
+async def _in_process(args: argparse.Namespace, rows: Sequence[Row]) -> int:
+    from tpuspec.serving import local  # with JAX, which a client does without
+
+    requests = [row.request for row in rows if isinstance(row.request, pb.GenerateRequest)]
+    with local.session(args, requests) as service:
+
+        def respond(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+            return service.generate(request, timeout=args.timeout)
+
+        return await _generate(rows, respond, concurrency=2 * local.SLOTS, as_json=args.json)
+
+
+async def _generate(rows: Sequence[Row], respond: Responses, *, concurrency: int,
+                    as_json: bool) -> int:
+    """Answers in the order of the rows; the exit code is 1 if one failed."""
+    if len(rows) == 1 and not as_json:
+        return await _stream(rows[0], respond)
+    places = asyncio.Semaphore(concurrency)
+
+    async def answer(row: Row) -> list[pb.GenerateResponse] | Failure:
+        async with places:
+            return await _answer(row, respond)
+
+    tasks = [asyncio.ensure_future(answer(row)) for row in rows]
+    failed = False
+    try:
+        for row, task in zip(rows, tasks, strict=True):
+            result = await task
+            failed |= isinstance(result, Failure)
+            _print(row, result, as_json=as_json)
+    finally:
+        for task in tasks:
+            task.cancel()
+    return int(failed)
+
+
+async def _stream(row: Row, respond: Responses) -> int:
+    """One source for a person: the text appears as it comes."""
+    if isinstance(row.request, Failure):
+        _print(row, row.request, as_json=False)
+        return 1
+    try:
+        async for response in respond(row.request):
+            print(response.text, end="", flush=True)
+    except Failure.CAUSES as error:
+        print()
+        _print(row, Failure.of(error), as_json=False)
+        return 1
+    print()
+    return 0
+
+
+async def _answer(row: Row, respond: Responses) -> list[pb.GenerateResponse] | Failure:
+    if isinstance(row.request, Failure):
+        return row.request
+    tries = 0
+    while True:
+        try:
+            return [response async for response in respond(row.request)]
+        except Failure.CAUSES as error:
+            tries += 1
+            failure = Failure.of(error)
+            if failure.retry_after is None or tries == _MOST_TRIES:
+                return failure
+            await asyncio.sleep(failure.retry_after)
+
+
+def _print(row: Row, result: list[pb.GenerateResponse] | Failure, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(record(row.id, result), ensure_ascii=False), flush=True)
+    elif isinstance(result, Failure):
+        print(f"source {row.id}: {result.code}: {result.message}", file=sys.stderr)
+        print(flush=True)  # an empty line, so that line n still answers source n
+    else:
+        print("".join(response.text for response in result), flush=True)

@@ -1,0 +1,138 @@
+"""Engines from checkpoint directories; by default from the pair that comes with the package."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.resources
+import json
+import pathlib
+import sys
+from collections.abc import Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
+import tqdm
+from jax.sharding import Mesh
+
+from tpuspec import checkpoint
+from tpuspec import mesh as mesh_lib
+from tpuspec.checkpoint import LoadedModel
+from tpuspec.config import EngineConfig
+from tpuspec.engine import Engine
+from tpuspec.serving.service import ModelInfo
+from tpuspec.vocabulary import MODEL_FILE, Vocabulary
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Where the two models lie; ``draft`` None is plain decoding."""
+
+    target: pathlib.Path
+    draft: pathlib.Path | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Served:
+    """An engine that is not warm yet, and what serving has to know beside it."""
+
+    engine: Engine
+    vocabulary: Vocabulary | None
+    info: ModelInfo
+
+
+@contextlib.contextmanager
+def pair(target: str | None, draft: str | None) -> Iterator[Pair]:
+    """The directories given, or those of the bundled pair.
+
+    Raises:
+      ValueError: a draft without a target.
+    """
+    if target is not None:
+        yield Pair(target=pathlib.Path(target),
+                   draft=None if draft is None else pathlib.Path(draft))
+        return
+    if draft is not None:
+        raise ValueError("draft needs a target: the bundled target has its own draft")
+    bundled = importlib.resources.files("tpuspec") / "demo_pair"
+    if not bundled.is_dir():
+        raise ValueError("this installation has no bundled pair: name a target")
+    with importlib.resources.as_file(bundled) as directory:
+        yield Pair(target=directory / "target", draft=directory / "draft")
+
+
+def source_bucket(models: Pair, texts: Iterable[str], id_lengths: Iterable[int] = ()) -> int:
+    """The power of two, at least 16, that holds the longest source.
+
+    Args:
+      models: the target has the vocabulary.
+      texts: sources.
+      id_lengths: lengths of sources given as ids.
+    """
+    has_vocabulary = (models.target / MODEL_FILE).is_file()
+    encode = Vocabulary.load(models.target).encode if has_vocabulary else list
+    longest = max([16, *(len(encode(text)) for text in texts), *id_lengths])
+    return 1 << (longest - 1).bit_length()
+
+
+def load(models: Pair, config: EngineConfig, *, dtype: str | None = None,
+         mesh_shape: tuple[int, int] = (1, 1)) -> Served:
+    """Reads both models and checks that they fit together.
+
+    Args:
+      models: directories.
+      config: shapes; without a draft its ladder must be (0,).
+      dtype: of weights and activations; None is bfloat16 on TPU and float32 elsewhere.
+      mesh_shape: devices along data (slots) and model (heads, widths).
+
+    Raises:
+      ValueError: a checkpoint is broken, or target and draft differ in vocabulary.
+    """
+    devices = jax.devices()
+    if dtype is None:
+        dtype = "bfloat16" if devices[0].platform == "tpu" else "float32"
+    mesh = None if mesh_shape == (1, 1) else mesh_lib.make_mesh(*mesh_shape)
+    target = _load(models.target, dtype, mesh)
+    draft = None if models.draft is None else _load(models.draft, dtype, mesh)
+    vocabulary = _common_vocabulary(target, draft)
+    engine = Engine(
+        target.model, None if draft is None else draft.model, config, mesh=mesh,
+        vocabulary_size=vocabulary.size if vocabulary is not None else min(
+            model.config.vocab_size for model in (target, draft) if model is not None))
+    eos_id = target.config.eos_token_id
+    if vocabulary is not None and vocabulary.eos_id != eos_id:
+        raise ValueError(f"eos_token_id of the target must be the vocabulary's "
+                         f"{vocabulary.eos_id}, got {eos_id}")
+    used = devices if mesh is None else list(mesh.devices.flat)
+    info = ModelInfo(
+        name=models.target.resolve().name, platform=devices[0].platform,
+        devices=tuple(str(device) for device in used[:1 if mesh is None else None]),
+        target_config_json=json.dumps(target.config.to_json()),
+        draft_config_json="" if draft is None else json.dumps(draft.config.to_json()),
+        eos_id=eos_id)
+    return Served(engine=engine, vocabulary=vocabulary, info=info)
+
+
+def warm_up(engine: Engine) -> None:
+    """Compiles all programs, with progress on a terminal."""
+    with tqdm.tqdm(desc="warming up", unit="program", file=sys.stderr, leave=False,
+                   disable=not sys.stderr.isatty()) as bar:
+
+        def progress(what: str, done: int, total: int) -> None:
+            bar.set_description_str(f"warming up: {what}")
+            bar.total, bar.n = total, done
+            bar.refresh()
+
+        engine.warm_up(progress)
+
+
+def _load(directory: pathlib.Path, dtype: str, mesh: Mesh | None) -> LoadedModel:
+    shardings = None if mesh is None else functools.partial(mesh_lib.param_shardings, mesh=mesh)
+    return checkpoint.load(directory, dtype=jnp.dtype(dtype), shardings=shardings)
+
+
+def _common_vocabulary(target: LoadedModel, draft: LoadedModel | None) -> Vocabulary | None:
+    if draft is not None and target.vocabulary is not None and draft.vocabulary is not None:
+        difference = target.vocabulary.differences(draft.vocabulary)
+        if difference is not None:
+            raise ValueError("draft must have the target's vocabulary: " + difference)
+    return target.vocabulary

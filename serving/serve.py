@@ -1,0 +1,33 @@
+"""``tpuspec serve``: flags to configuration to engine to server."""
+
+import argparse
+import asyncio
+
+from absl import logging
+
+from tpuspec.config import EngineConfig
+from tpuspec.serving import models
+from tpuspec.serving.server import Server
+
+
+def run(args: argparse.Namespace) -> int:
+    with models.pair(args.target, args.draft) as pair:
+        plain = pair.draft is None
+        config = EngineConfig(
+            slots=args.slots, source_buckets=args.source_buckets,
+            max_target_length=args.max_target_length,
+            draft_lengths=(0,) if plain else args.draft_lengths,
+            draft_length=0 if plain else args.draft_length)
+        served = models.load(pair, config, dtype=args.dtype, mesh_shape=args.mesh)
+    logging.set_verbosity(logging.INFO)
+    logging.info("platform %s, devices: %s", served.info.platform, ", ".join(served.info.devices))
+    logging.info("compiling; the port opens when this is done")
+    models.warm_up(served.engine)
+    return asyncio.run(_serve(served, args))
+
+
+async def _serve(served: models.Served, args: argparse.Namespace) -> int:
+    server = Server(served.engine, served.vocabulary, served.info, queue_limit=args.queue_limit)
+    return await server.run(
+        f"{args.host}:{args.port}", args.grace_seconds,
+        lambda port: logging.info("serving on %s:%d", args.host, port))

@@ -1,0 +1,136 @@
+"""A gRPC server around an engine: start, health, drain."""
+
+import asyncio
+import signal
+from collections.abc import Callable
+
+import grpc
+import grpc.aio
+from absl import logging
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from tpuspec.protos import generation_pb2, generation_pb2_grpc
+from tpuspec.serving.channel import MESSAGE_OPTIONS
+from tpuspec.serving.engine_loop import EngineLoop
+from tpuspec.serving.interfaces import SlotEngine, Vocabulary
+from tpuspec.serving.service import GenerationService, ModelInfo
+from tpuspec.serving.servicer import GenerationServicer
+
+_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+_JOIN_SECONDS = 10.0  # for the step in flight at the end
+_OPTIONS = (
+    *MESSAGE_OPTIONS,
+    ("grpc.so_reuseport", 0),  # a second server on the same port must fail, not share it
+    # A client whose network is gone sends no reset: ask it, and end its streams.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+
+
+class Server:
+    """Serves one engine on one address.
+
+    Made, started and drained in one event loop. ``engine`` must be warmed up: the
+    port opens at once.
+    """
+
+    def __init__(self, engine: SlotEngine, vocabulary: Vocabulary | None, info: ModelInfo, *,
+                 queue_limit: int = 64, overlap: bool = True):
+        self._event_loop = asyncio.get_running_loop()
+        self._loop = EngineLoop(engine, vocabulary, queue_limit=queue_limit, overlap=overlap,
+                                on_failure=self._engine_failed)
+        self._servicer = GenerationServicer(GenerationService(self._loop, vocabulary, info))
+        self._health = health_aio.HealthServicer()
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self.failed = asyncio.Event()
+
+    async def start(self, address: str) -> int:
+        """Opens the port and returns its number; port 0 takes a free one.
+
+        Raises:
+          OSError: the address cannot be bound.
+        """
+        generation_pb2_grpc.add_GenerationServicer_to_server(self._servicer, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection(
+            (_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+             reflection.SERVICE_NAME), self._server)
+        try:
+            port = self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise OSError(f"cannot listen on {address}: {error}") from None
+        await self._health.set(_NAME, health_pb2.HealthCheckResponse.SERVING)
+        self._loop.start()
+        await self._server.start()
+        return port
+
+    async def drain(self, grace: float, force: asyncio.Event | None = None) -> bool:
+        """Refuses new requests, lets the accepted ones end, then closes the port.
+
+        Requests that are not done after ``grace`` seconds, or when ``force`` is set,
+        end with UNAVAILABLE. Returns False if the engine's thread did not end.
+        """
+        self._servicer.refuse_new()
+        await self._health.enter_graceful_shutdown()
+        deadline = self._event_loop.time() + grace
+        while (self._servicer.active and self._event_loop.time() < deadline
+               and not (force is not None and force.is_set())):
+            await asyncio.sleep(0.02)
+        ended = await asyncio.to_thread(self._loop.stop, _JOIN_SECONDS)
+        # A moment for the last statuses to leave; nobody waits when all streams are done.
+        await self._server.stop(1.0 if self._servicer.active else 0.05)
+        return ended
+
+    async def run(self, address: str, grace: float, on_ready: Callable[[int], None]) -> int:
+        """Serves until SIGTERM or SIGINT, drains, and returns the exit code.
+
+        A second signal forces the end. A failed engine ends the server with code 1.
+
+        Args:
+          address: as for ``start``.
+          grace: as for ``drain``.
+          on_ready: called with the port when it is open.
+        """
+        stop, force = asyncio.Event(), asyncio.Event()
+
+        def on_signal() -> None:
+            (force if stop.is_set() else stop).set()
+
+        # Before the port opens: whoever sees it may send a signal.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._event_loop.add_signal_handler(number, on_signal)
+        try:
+            on_ready(await self.start(address))
+            await _first(stop, self.failed)
+            if self.failed.is_set():
+                logging.error("stopping: the engine failed")
+            else:
+                logging.info("draining for up to %g s; a second signal forces the end", grace)
+            stop.set()
+            ended = await self.drain(grace, force)
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._event_loop.remove_signal_handler(number)
+        return 0 if ended and not self.failed.is_set() and not force.is_set() else 1
+
+    def _engine_failed(self, error: Exception) -> None:
+        report = self._report_failure()
+        try:
+            asyncio.run_coroutine_threadsafe(report, self._event_loop)
+        except RuntimeError:
+            report.close()  # the event loop is closed: the server is gone
+
+    async def _report_failure(self) -> None:
+        self._servicer.refuse_new()
+        await self._health.enter_graceful_shutdown()
+        self.failed.set()
+
+
+async def _first(*events: asyncio.Event) -> None:
+    tasks = [asyncio.ensure_future(event.wait()) for event in events]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()

@@ -1,0 +1,95 @@
+"""One accepted request on its way through the engine loop."""
+
+import dataclasses
+
+from tpuspec.decode_state import FinishReason, StepOutput
+from tpuspec.measurement import SpeculationStats
+from tpuspec.serving.errors import ErrorCode, RequestError
+from tpuspec.serving.output_text import OutputText
+from tpuspec.serving.request import Ending, Finish, Origin, Request, Timings, Token, TokenChunk
+from tpuspec.serving.token_stream import TokenStream
+
+_ENDINGS = {FinishReason.EOS: Ending.EOS, FinishReason.LENGTH: Ending.LENGTH}
+
+
+def origin(place: int, *, accepted: int, drafted: int) -> Origin:
+    """Origin of the token at a place of a step's new tokens."""
+    if place < accepted:
+        return Origin.ACCEPTED_DRAFT
+    if drafted == 0:
+        return Origin.PLAIN
+    return Origin.BONUS if accepted == drafted else Origin.CORRECTION
+
+
+class Ticket:
+    """Times, counters and text of a request; used by the engine loop's thread only.
+
+    Attributes:
+      request: what was asked.
+      stream: where the answer goes.
+      done: ended in any way; results of steps still in flight are dropped.
+      stats: counters since the beginning.
+    """
+
+    def __init__(self, request: Request, stream: TokenStream, text: OutputText, now: float):
+        self.request = request
+        self.stream = stream
+        self.done = False
+        self.stats = SpeculationStats()
+        self._text = text
+        self._submitted = self._admitted = self._first_token = now
+        self._first_step_tokens = 0
+
+    @property
+    def deadline(self) -> float | None:
+        return self.request.deadline
+
+    def admitted(self, now: float) -> None:
+        self._admitted = now
+
+    def advance(self, output: StepOutput, slot: int, now: float) -> TokenChunk:
+        """The chunk of one step's results.
+
+        The earliest ending wins: a stop string before an end id or the length limit
+        drops what the same step brought after it.
+
+        Raises:
+          RequestError: the model's logits were not finite.
+        """
+        reason = FinishReason(int(output.finish[slot]))
+        if reason is FinishReason.NON_FINITE:
+            raise RequestError(ErrorCode.INTERNAL, "the model gave non-finite logits after "
+                               f"{self.stats.emitted} tokens of this request")
+        tokens = self._tokens(output, slot, reason)
+        if self.stats.emitted == 0:
+            self._first_token, self._first_step_tokens = now, len(tokens)
+        step = dataclasses.replace(SpeculationStats.of_slot(output, slot), emitted=len(tokens))
+        self.stats += step
+        return TokenChunk(tokens=tuple(tokens), steps=step, stats=self.stats,
+                          finish=self._finish(reason, now))
+
+    def _tokens(self, output: StepOutput, slot: int, reason: FinishReason) -> list[Token]:
+        drafted, accepted = int(output.drafted[slot]), int(output.accepted[slot])
+        ids = output.tokens[slot, :int(output.num_tokens[slot])].tolist()
+        tokens: list[Token] = []
+        for place, token_id in enumerate(ids):
+            end = reason is FinishReason.EOS and place == len(ids) - 1
+            text = "" if end else self._text.push(token_id)
+            tokens.append(Token(token_id, origin(place, accepted=accepted, drafted=drafted), text))
+            if self._text.stop is not None:
+                return tokens
+        if reason is not FinishReason.NONE:
+            last = tokens[-1]
+            tokens[-1] = dataclasses.replace(last, text=last.text + self._text.flush())
+        return tokens
+
+    def _finish(self, reason: FinishReason, now: float) -> Finish | None:
+        stop = self._text.stop
+        if stop is None and reason is FinishReason.NONE:
+            return None
+        return Finish(
+            ending=Ending.STOP if stop is not None else _ENDINGS[reason], stop=stop or "",
+            decode_tokens=self.stats.emitted - self._first_step_tokens,
+            timings=Timings(queue=self._admitted - self._submitted,
+                            first_token=self._first_token - self._submitted,
+                            decode=now - self._first_token, total=now - self._submitted))

@@ -1,0 +1,65 @@
+"""From the engine's thread to one reader in an event loop, in bounded memory."""
+
+import asyncio
+import collections
+import threading
+
+from tpuspec.serving.errors import RequestError
+from tpuspec.serving.request import TokenChunk
+
+_MOST_CHUNKS = 16  # buffered for a slow reader; later ones are merged into the last
+
+
+class TokenStream:
+    """One channel of one request; iterate it with ``async for``, once.
+
+    Made in the reader's event loop; ``put`` and ``fail`` may be called by any thread
+    and never block. It ends after the chunk with ``finish``, or by raising the error.
+    A request's tokens are limited, so merging bounds what an idle reader can cost.
+    """
+
+    def __init__(self) -> None:
+        self._event_loop = asyncio.get_running_loop()
+        self._ready = asyncio.Event()
+        self._lock = threading.Lock()
+        self._chunks: collections.deque[TokenChunk] = collections.deque()
+        self._error: RequestError | None = None
+        self._finished = False
+
+    def put(self, chunk: TokenChunk) -> None:
+        with self._lock:
+            if len(self._chunks) >= _MOST_CHUNKS:
+                chunk = self._chunks.pop().merged(chunk)
+            self._chunks.append(chunk)
+        self._wake()
+
+    def fail(self, error: RequestError) -> None:
+        """Ends the stream with an error, after the chunks that are in it."""
+        with self._lock:
+            self._error = self._error or error
+        self._wake()
+
+    def __aiter__(self) -> "TokenStream":
+        return self
+
+    async def __anext__(self) -> TokenChunk:
+        if self._finished:
+            raise StopAsyncIteration
+        while True:
+            with self._lock:
+                if self._chunks:
+                    chunk = self._chunks.popleft()
+                    self._finished = chunk.finish is not None
+                    return chunk
+                if self._error is not None:
+                    self._finished = True
+                    raise self._error
+                self._ready.clear()
+            await self._ready.wait()
+
+    def _wake(self) -> None:
+        try:
+            self._event_loop.call_soon_threadsafe(self._ready.set)
+        except RuntimeError:
+            # The event loop is closed: nobody will read.
+            pass

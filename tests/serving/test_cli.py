@@ -1,0 +1,145 @@
+"""The console script from outside: exit codes, help, and clear lines."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import pytest
+from harness import on_server, run_cli
+
+from tpuspec import platform
+from tpuspec.serving.client import BlockingClient
+
+
+@pytest.mark.parametrize("args", [["--help"], ["serve", "--help"], ["generate", "--help"],
+                                  ["demo", "--help"]])
+def test_help_is_instant_and_imports_no_jax(args):
+    code = ("import sys; from tpuspec.serving.cli import main\n"
+            "try: main()\n"
+            "finally: assert not {'jax', 'orbax', 'grpc'} & set(sys.modules), 'slow imports'")
+    result = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
+    assert result.returncode == 0 and "usage: tpuspec" in result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("args, message", [
+    ([], "COMMAND"), (["sing"], "invalid choice"), (["serve", "--prot", "1"], "unrecognized"),
+    (["serve", "--port", "99999"], r"must be in [0, 65535], got 99999"),
+    (["serve", "--mesh", "2"], "must be 2 numbers, got 2"),
+    (["demo", "--draft_length", "0"], "must be at least 1, got 0"),
+    (["generate", "--temperature", "warm", "a"], "invalid float value")])
+def test_wrong_flags_exit_with_2(args, message):
+    result = run_cli(*args)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+@pytest.mark.skipif(platform.has_tpu(), reason="has a TPU")
+def test_platform_that_is_absent_is_refused_at_the_start():
+    result = run_cli("serve", "--platform", "tpu")
+    assert result.returncode == 1
+    assert "platform must be cpu on this machine, got tpu: no TPU device files" in result.stderr
+
+
+def test_missing_checkpoint_is_one_clear_line(tmp_path):
+    result = run_cli("serve", "--target", str(tmp_path / "nothing"))
+    assert result.returncode == 1
+    line, = result.stderr.splitlines()
+    assert "no checkpoint at" in line and "does not exist" in line
+
+
+def test_server_that_does_not_answer_is_one_clear_line():
+    result = run_cli("generate", "--server", "localhost:1", "one")
+    assert result.returncode == 1
+    line, = result.stderr.splitlines()
+    assert "no answer from localhost:1: UNAVAILABLE" in line
+
+
+def test_texts_of_any_kind_go_to_a_server_and_come_back_in_order(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(b'\xef\xbb\xbf{"text": "zero", "id": "a", "max_new_tokens": 3}\r\n'
+                     b'not json\n\n{"token_ids": [30, 2], "draft_length": 0}\n'
+                     b'{"text": "zero", "tempo": 3}\n[]\n{"id": "e"}\n{"text": "one", "top_p": 7}\n'
+                     b'{"token_ids": [30, 1, 1], "id": 5}')
+
+    async def body(it):
+        async def cli(*args, stdin=""):
+            return await asyncio.to_thread(
+                run_cli, "generate", "--server", it.address, *args, stdin=stdin)
+
+        one = await cli("zero", "--max_new_tokens", "2")
+        assert (one.returncode, one.stdout) == (0, "one two\n")
+        several = await cli("zero", "ten", "--stop", "thirteen", "--max_new_tokens", "4")
+        assert several.stdout == "one two three four\neleven twelve \n"
+        lines = await cli("--max_new_tokens", "1", stdin="zero\n\nfive\n")
+        assert lines.stdout == "one\nw2\nsix\n"  # an empty line is a source, too
+        bad = await cli("zero", "--max_new_tokens", "1000")
+        assert bad.returncode == 1 and "max_new_tokens must be in [1, 100]" in bad.stderr
+
+        batch = await cli("--input", str(rows), "--json", "--seed", "7")
+        assert batch.returncode == 1, batch.stderr
+        records = [json.loads(line) for line in batch.stdout.splitlines()]
+        assert [record["id"] for record in records] == ["a", "1", "3", "4", "5", "e", "7", "5"]
+        assert [record.get("text") for record in records] == [
+            "one two three", None, "one two", None, None, None, None, "one"]
+        assert records[0]["token_ids"] == [31, 32, 33] and records[0]["seed"] == 7
+        assert records[0]["finish_reason"] == "length" and records[2]["finish_reason"] == "eos"
+        assert records[0]["alpha"] == 1.0 and records[2]["alpha"] is None
+        assert records[3]["error"] == {"code": "INVALID_ARGUMENT",
+                                       "message": "line 5: unknown fields ['tempo']"}
+        assert "sampling.top_p must be in (0, 1], got 7.0" in records[6]["error"]["message"]
+
+    on_server(body)
+
+
+def test_batch_larger_than_the_queue_waits_for_its_turn():
+    async def body(it):
+        sources = [str(n) for n in range(40)]
+        result = await asyncio.to_thread(
+            run_cli, "generate", "--server", it.address, "--max_new_tokens", "1", "--json",
+            *(f"w{n}" for n in range(30, 70)))
+        assert result.returncode == 0, result.stderr
+        ids = [json.loads(line)["token_ids"] for line in result.stdout.splitlines()]
+        assert ids == [[n] for n in range(31, 71)] and len(ids) == len(sources)
+
+    on_server(body, queue_limit=0)
+
+
+def test_serve_loads_compiles_streams_and_drains(tiny_pair):
+    process = subprocess.Popen(
+        [sys.executable, "-c", "from tpuspec.serving.cli import main; main()", "serve",
+         "--target", tiny_pair / "target", "--draft", tiny_pair / "draft", "--port", "0",
+         "--slots", "2", "--source_buckets", "16", "--max_target_length", "32",
+         "--draft_lengths", "0,2", "--draft_length", "2"],
+        stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
+                          "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"})
+    try:
+        said = []
+        for line in process.stderr:
+            said.append(line)
+            if "serving on" in line:
+                break
+        assert "platform cpu, devices: " in "".join(said), said
+        with BlockingClient(f"localhost:{said[-1].rsplit(':', 1)[1].strip()}") as client:
+            model = client.get_model()
+            assert model.platform == "cpu" and json.loads(model.target_config_json)
+            texts = set()
+            for draft_length in (0, 1, 2):
+                responses = list(client.generate("one two", max_new_tokens=32, ignore_eos=True,
+                                                 draft_length=draft_length))
+                assert responses[-1].finish.new_tokens == 32
+                texts.add("".join(response.text for response in responses))
+            assert len(texts) == 1
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(10) == 0
+        assert time.monotonic() - began < 3
+    finally:
+        process.kill()
+        process.stderr.close()
+        process.wait()

@@ -1,0 +1,171 @@
+"""Clients that go away, deadlines, floods and large messages, over real gRPC."""
+
+import asyncio
+import multiprocessing
+import random
+import time
+
+import grpc
+import pytest
+from fake_engine import FakeEngine, FakeVocabulary
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from harness import Answer, health, on_server, status_of, stream_until_killed
+
+from tpuspec.serving.channel import MAX_MESSAGE_BYTES
+from tpuspec.serving.client import make_request
+from tpuspec.serving.server import Server
+from tpuspec.serving.service import ModelInfo
+
+SERVICE = "tpuspec.v1.Generation"
+ENDLESS = dict(source=[10], max_new_tokens=100, draft_length=0)
+
+
+# ---- clients that go away ------------------------------------------------------
+
+
+def test_client_that_goes_away_frees_its_slot_and_disturbs_nobody():
+    rng = random.Random(0)
+
+    async def body(it):
+        before = await it.answer([10, 30])
+        for _ in range(60):
+            streams = [it.client.generate(make_request(**ENDLESS)) for _ in range(4)]
+            for stream in streams[:2]:
+                await anext(stream)
+            if rng.random() < 0.5:  # another one is waiting for a slot meanwhile
+                waiting = asyncio.ensure_future(anext(streams[2]))
+                await asyncio.sleep(0.002)
+                waiting.cancel()
+                await asyncio.gather(waiting, return_exceptions=True)
+            for stream in streams:
+                await stream.aclose()
+        load = await it.until_idle()
+        assert load.accepted == load.finished + load.cancelled
+        assert (await it.answer([10, 30])).ids == before.ids
+
+    on_server(body, FakeEngine(step_seconds=0.002))
+
+
+def test_slot_of_a_cancelled_request_is_free_within_one_step():
+    async def body(it):
+        streams = [it.client.generate(make_request(**ENDLESS)) for _ in range(2)]
+        for stream in streams:
+            await anext(stream)
+        await streams[0].aclose()
+        began = it.engine.steps
+        answer = await it.answer([50, 0])
+        # One step in flight, one launched before the cancel arrived, one with the answer.
+        assert answer.ids == [1] and it.engine.steps - began <= 5
+        await streams[1].aclose()
+
+    on_server(body, FakeEngine(step_seconds=0.1))
+
+
+def test_killed_client_process_frees_its_slot():
+    async def body(it):
+        context = multiprocessing.get_context("spawn")
+        for _ in range(2):
+            started = context.Event()
+            process = context.Process(
+                target=stream_until_killed, args=(it.address, ENDLESS, started))
+            process.start()
+            assert await asyncio.to_thread(started.wait, 20)
+            process.kill()
+            process.join()
+            process.close()
+            await it.until_idle(5.0)
+        assert (await it.answer([10, 3])).ids == [11, 12, 13, 1]
+
+    on_server(body, FakeEngine(step_seconds=0.2))
+
+
+def test_reader_that_never_reads_holds_no_slot():
+    async def body(it):
+        stuck = it.client.generate(make_request([10]))
+        await anext(stuck)
+        answers = await asyncio.gather(*(it.answer([10, 20]) for _ in range(6)))
+        assert all(answer.ids == [*range(11, 31), 1] for answer in answers)
+        load = await it.until_idle()
+        assert load.finished == 7
+        rest = [response async for response in stuck]
+        assert Answer(rest).reason == "length"
+
+    on_server(body)
+
+
+# ---- deadlines and floods --------------------------------------------------------
+
+
+def test_deadline_ends_running_and_waiting_requests():
+    async def body(it):
+        calls = [it.answer(**ENDLESS, timeout=0.3) for _ in range(4)]
+        began = time.monotonic()
+        for code, _ in await asyncio.gather(*map(status_of, calls)):
+            assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert time.monotonic() - began < 2
+        load = await it.until_idle()
+        assert (load.finished, load.cancelled) == (0, 4)
+
+    on_server(body, FakeEngine(step_seconds=0.05))
+
+
+def test_queue_has_an_end_and_says_when_to_come_back():
+    async def body(it):
+        async def one(number):
+            began = time.monotonic()
+            try:
+                return await it.answer([9 * number, 5]), 0.0
+            except grpc.aio.AioRpcError as error:
+                assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert "the limit is 10" in error.details()
+                assert int(dict(error.trailing_metadata())["retry-after-ms"]) > 0
+                return None, time.monotonic() - began
+
+        results = await asyncio.gather(*(one(n) for n in range(1, 201)))
+        answers = {n: answer for n, (answer, _) in enumerate(results, 1) if answer is not None}
+        # Two run, ten wait; a few more may enter while the flood is still arriving.
+        assert 12 <= len(answers) <= 20
+        assert max(seconds for _, seconds in results) < 2
+        for n, answer in answers.items():
+            assert answer.ids == [*range(9 * n + 1, 9 * n + 6), 1]
+        load = await it.until_idle()
+        assert load.refused == 200 - len(answers)
+        assert (await it.answer([10, 1, 1])).ids == [11, 1]
+
+    on_server(body, FakeEngine(step_seconds=0.25), queue_limit=10)
+
+
+# ---- messages --------------------------------------------------------------------
+
+
+def test_large_messages_work_with_the_shipped_client_or_fail_with_the_limit():
+    async def body(it):
+        code, message = await status_of(it.answer("one " * (5 << 18)))  # 5 MiB
+        assert code is grpc.StatusCode.INVALID_ARGUMENT and "1048576" in message
+        code, message = await status_of(it.answer("o" * (MAX_MESSAGE_BYTES + 1)))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED and str(MAX_MESSAGE_BYTES) in message
+        assert (await it.answer([10, 3])).reason == "eos"
+
+    on_server(body)
+
+
+def test_health_and_reflection_answer():
+    async def body(it):
+        assert await health(it) == await health(it, "") == "SERVING"
+        async with grpc.aio.insecure_channel(it.address) as channel:
+            stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+            request = reflection_pb2.ServerReflectionRequest(list_services="")
+            async for response in stub.ServerReflectionInfo(iter([request])):
+                names = {s.name for s in response.list_services_response.service}
+                assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+    on_server(body)
+
+
+def test_second_server_on_the_same_port_fails():
+    async def body(it):
+        second = Server(FakeEngine(), FakeVocabulary(), ModelInfo(name="second"))
+        with pytest.raises(OSError, match="cannot listen on"):
+            await second.start(it.address)
+
+    on_server(body)

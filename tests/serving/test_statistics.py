@@ -1,0 +1,107 @@
+"""Acceptance figures that mean what the proto says, and count everything once."""
+
+import pytest
+from fake_engine import COST, FakeEngine
+from harness import on_server
+
+from tpuspec import theory
+from tpuspec.protos import generation_pb2 as pb
+
+
+def counts(s: pb.Speculation) -> tuple[int, int, int, int, int]:
+    return (s.target_runs, s.emitted, s.drafted, s.examined, s.accepted)
+
+
+def test_drafts_cut_by_the_end_id_are_drafted_but_never_judged():
+    async def body(it):
+        answer = await it.answer([10, 9])  # [a a a b] [a a a b] [a a|.]
+        s = answer.responses[-1].speculation
+        assert counts(s) == (3, 10, 9, 8, 8)
+        assert s.alpha == 1.0 and s.alpha_overlap == 1.0
+        assert s.draft_acceptance_rate == pytest.approx(8 / 9)
+        assert s.tokens_per_target_run == pytest.approx(10 / 3)
+        assert s.c == 0.25
+        assert [(r.drafted, r.accepted) for r in answer.responses] == [(3, 3), (3, 3), (3, 2)]
+        finish = answer.finish
+        assert finish.predicted_speedup == pytest.approx(theory.speedup(1.0, 3, 0.25, 1.25))
+        assert finish.observed_speedup == pytest.approx(
+            6 * 1e-3 * COST.step_ms[0] / finish.timings.decode_seconds)
+
+    on_server(body)
+
+
+def test_rejected_draft_is_judged_and_those_after_it_are_not():
+    async def body(it):
+        answer = await it.answer([10, 5])  # [a c] [a c] [a 1]
+        assert answer.origins == "acacac"
+        s = answer.responses[-1].speculation
+        assert counts(s) == (3, 6, 9, 6, 3)
+        assert s.alpha == 0.5
+
+    on_server(body, FakeEngine(accepts=1))
+
+
+def test_draft_that_is_always_wrong_gives_one_token_a_target_run():
+    async def body(it):
+        s = (await it.answer([10, 5])).responses[-1].speculation
+        assert counts(s) == (6, 6, 18, 6, 0)
+        assert s.HasField("alpha") and s.alpha == 0.0
+
+    on_server(body, FakeEngine(accepts=0))
+
+
+def test_prediction_uses_the_pass_that_was_run():
+    """Draft length 2 runs in the program for 3."""
+    async def body(it):
+        finish = (await it.answer([10, 5], draft_length=2)).finish
+        assert finish.predicted_speedup == pytest.approx(theory.speedup(1.0, 2, 0.25, 1.25))
+
+    on_server(body)
+
+
+def test_figures_that_are_not_known_are_absent():
+    async def body(it):
+        answer = await it.answer([10, 5])
+        assert not answer.responses[-1].speculation.HasField("c")
+        assert not answer.finish.HasField("predicted_speedup")
+        assert not answer.finish.HasField("observed_speedup")
+        assert not (await it.client.get_model()).HasField("cost")
+
+    on_server(body, FakeEngine(cost=None))
+
+
+def test_server_counts_every_request_once_cancelled_ones_included():
+    async def body(it):
+        totals = [0] * 5
+        for _ in range(3):
+            answer = await it.answer([10, 9])
+            totals = [a + b for a, b in zip(totals, counts(answer.responses[-1].speculation),
+                                            strict=True)]
+        model = await it.client.get_model()
+        assert list(counts(model.speculation)) == totals
+        stream = it.client.generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[10])))
+        await anext(stream)
+        await stream.aclose()
+        load = await it.until_idle()
+        assert (load.accepted, load.finished, load.cancelled, load.failed) == (4, 3, 1, 0)
+        after = (await it.client.get_model()).speculation
+        assert all(new >= old for new, old in zip(counts(after), totals, strict=True))
+        assert after.emitted >= totals[1] + 4
+
+    on_server(body, FakeEngine(step_seconds=0.01))
+
+
+def test_model_tells_its_limits_and_costs():
+    async def body(it):
+        model = await it.client.get_model()
+        assert (model.name, model.eos_id) == ("count", 1)
+        limits = model.limits
+        assert (limits.slots, limits.queue, limits.max_new_tokens) == (2, 64, 100)
+        assert list(limits.source_buckets) == [8, 64]
+        assert list(limits.draft_lengths) == [0, 1, 3, 7] and limits.default_draft_length == 3
+        assert limits.vocabulary_size == 2000
+        assert dict(model.cost.verify_widening) == {0: 1.0, 1: 1.05, 3: 1.25, 7: 1.5}
+        assert dict(model.cost.step_ms) == COST.step_ms
+        assert model.cost.c == 0.25
+
+    on_server(body)

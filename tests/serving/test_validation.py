@@ -1,0 +1,103 @@
+"""The door: every field out of bounds is refused with its name, its value and the bound."""
+
+import asyncio
+import math
+
+import grpc
+import pytest
+from fake_engine import CONFIG, FakeVocabulary
+from harness import on_server, status_of
+
+from tpuspec.protos import generation_pb2 as pb
+from tpuspec.serving.client import make_request
+from tpuspec.serving.validation import Door
+
+DOOR = Door(CONFIG, vocabulary_size=2000, eos_id=1, vocabulary=FakeVocabulary())
+BARE_DOOR = Door(CONFIG, vocabulary_size=2000, eos_id=1, vocabulary=None)
+
+
+@pytest.mark.parametrize("fields, message", [
+    (dict(source=[]), "token_ids must have at least 1 id, got 0"),
+    (dict(source=[5, 2000]), r"token_ids\[1\] must be in \[0, 1999\], got 2000"),
+    (dict(source=[-1]), r"token_ids\[0\] must be in \[0, 1999\], got -1"),
+    (dict(source=[5] * 64), "token_ids must have at most 64 tokens .* got 65"),
+    (dict(source="one " * 64), "text must have at most 64 tokens .* got 65"),
+    (dict(source="a" * (1 << 20) + "a"), "text must have 0 to 1048576 characters, got 1048577"),
+    (dict(max_new_tokens=0), r"max_new_tokens must be in \[1, 100\], got 0"),
+    (dict(max_new_tokens=-5), r"max_new_tokens must be in \[1, 100\], got -5"),
+    (dict(max_new_tokens=101), r"max_new_tokens must be in \[1, 100\], got 101"),
+    (dict(draft_length=-1), r"draft_length must be in \[0, 7\], got -1"),
+    (dict(draft_length=8), r"draft_length must be in \[0, 7\], got 8"),
+    (dict(temperature=-0.1), r"sampling.temperature must be in \[0.0, 100.0\], got -0.1"),
+    (dict(temperature=101), r"sampling.temperature must be in \[0.0, 100.0\], got 101.0"),
+    (dict(temperature=math.nan), "sampling.temperature must be finite, got nan"),
+    (dict(temperature=math.inf), "sampling.temperature must be finite, got inf"),
+    (dict(top_p=0.0), r"sampling.top_p must be in \(0, 1\], got 0.0"),
+    (dict(top_p=1.5), r"sampling.top_p must be in \(0, 1\], got 1.5"),
+    (dict(top_p=math.nan), "sampling.top_p must be finite, got nan"),
+    (dict(top_k=-1), "sampling.top_k must be .*, got -1"),
+    (dict(eos_ids=[2000]), r"eos_ids\[0\] must be in \[0, 1999\], got 2000"),
+    (dict(eos_ids=[5] * 9), "eos_ids must have 0 to 8 ids, got 9"),
+    (dict(eos_ids=[5], ignore_eos=True), r"eos_ids must be empty with ignore_eos, got \[5\]"),
+    (dict(stop=["a", ""]), r"stop\[1\] must have 1 to 256 characters, got 0"),
+    (dict(stop=["a" * 257]), r"stop\[0\] must have 1 to 256 characters, got 257"),
+    (dict(stop=["a"] * 9), "stop must have 0 to 8 strings, got 9"),
+    (dict(request_id="a" * 257), "request_id must have 0 to 256 characters, got 257"),
+])
+def test_field_out_of_bounds_is_named_with_value_and_bound(fields, message):
+    with pytest.raises(ValueError, match=message):
+        DOOR.check(make_request(**{"source": "one", **fields}))
+
+
+def test_request_without_a_source_is_refused():
+    with pytest.raises(ValueError, match="source must be set: text or token_ids"):
+        DOOR.check(pb.GenerateRequest())
+
+
+@pytest.mark.parametrize("source, ids", [
+    ("", (1,)), (" ", (1,)), ("\n\n", (1,)), ([1], (1,)), ([0, 0, 0], (0, 0, 0, 1)),
+    ([5, 6], (5, 6, 1)), ([5, 6, 1], (5, 6, 1)), ([1, 1], (1, 1)),
+    ("one " * 63, (31,) * 63 + (1,)), ([5] * 63, (5,) * 63 + (1,)), ([5] * 63 + [1],
+                                                                    (5,) * 63 + (1,))])
+def test_source_ends_with_one_end_id_and_may_be_that_alone(source, ids):
+    assert DOOR.check(make_request(source)).source == ids
+
+
+def test_defaults_are_greedy_and_the_servers_limits():
+    request = DOOR.check(pb.GenerateRequest(text="one"))
+    assert request.sampling.temperature == 0 and request.sampling.top_p == 1.0
+    assert (request.max_new_tokens, request.draft_length, request.eos_ids) == (100, 3, (1,))
+    assert DOOR.check(make_request("one", ignore_eos=True)).eos_ids == ()
+
+
+def test_model_without_a_vocabulary_takes_ids_only():
+    assert BARE_DOOR.check(make_request([5])).source == (5, 1)
+    with pytest.raises(ValueError, match="text needs a vocabulary"):
+        BARE_DOOR.check(make_request("one"))
+    with pytest.raises(ValueError, match="stop must be empty: this model has no vocabulary"):
+        BARE_DOOR.check(make_request([5], stop=["a"]))
+
+
+def test_value_that_does_not_fit_its_field_is_refused_by_the_client():
+    for fields in (dict(seed=-1), dict(seed=2**64), dict(max_new_tokens=2**31), dict(seed="x")):
+        with pytest.raises(ValueError):
+            make_request("one", **fields)
+
+
+def test_bad_requests_end_with_invalid_argument_and_leave_neighbours_alone():
+    bad = [dict(source=[]), dict(source=[5, 9999]), dict(source=[5] * 1000),
+           dict(source="one " * 5000), dict(source=[5], max_new_tokens=0),
+           dict(source=[5], temperature=math.nan), dict(source="one", stop=[""])]
+
+    async def body(it):
+        neighbour = asyncio.ensure_future(it.answer([10, 30]))
+        for fields in bad:
+            code, message = await status_of(it.answer(**fields))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT, message
+        for source, ids in (("", [2, 3, 4]), (" ", [2, 3, 4]), ([1], [2, 3, 4]), ([0, 0, 0], [1])):
+            assert (await it.answer(source, max_new_tokens=3)).ids == ids
+        assert (await neighbour).ids == [*range(11, 41), 1]
+        load = await it.until_idle()
+        assert load.accepted == load.finished == 5
+
+    on_server(body)
