@@ -31,6 +31,12 @@ def _run(args: argparse.Namespace) -> int:
     except (ValueError, OSError) as error:
         print(f"tpuspec {args.command}: {error}", file=sys.stderr)
         return 1
+    except RuntimeError as error:
+        if "initialize backend" not in str(error):
+            raise
+        # Busy, or locked by a process that died: never a silent run on the CPU.
+        print(f"tpuspec {args.command}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 1
 
@@ -57,7 +63,7 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
                         help="requests that run at once")
     parser.add_argument("--queue_limit", type=_integer(0), default=64,
                         help="requests that may wait; more are refused")
-    parser.add_argument("--source_buckets", type=_integers(1), default=(32, 64, 128, 256, 512),
+    parser.add_argument("--source_buckets", type=_integers(1), default=(32, 128, 512),
                         help="compiled source lengths; the last is the longest source")
     parser.add_argument("--max_target_length", type=_integer(1), default=256,
                         help="most new tokens of a request")

@@ -16,7 +16,7 @@ import grpc.aio
 
 from tpuspec.protos import generation_pb2 as pb
 from tpuspec.protos import generation_pb2_grpc
-from tpuspec.serving.channel import MESSAGE_OPTIONS
+from tpuspec.serving.channel import client_options
 
 
 def make_request(
@@ -65,7 +65,7 @@ class Client:
 
     def __init__(self, address: str):
         _Process.check()
-        self._channel = grpc.aio.insecure_channel(address, options=MESSAGE_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(address, options=client_options(address))
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -103,7 +103,7 @@ class BlockingClient:
 
     def __init__(self, address: str):
         _Process.check()
-        self._channel = grpc.insecure_channel(address, options=MESSAGE_OPTIONS)
+        self._channel = grpc.insecure_channel(address, options=client_options(address))
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
 
     def __enter__(self) -> Self:

@@ -14,6 +14,7 @@ import time
 
 from tpuspec.config import EngineConfig
 from tpuspec.protos import generation_pb2 as pb
+from tpuspec.sampling import SamplingParams
 from tpuspec.serving import models
 from tpuspec.serving.client import Client, make_request
 from tpuspec.serving.demo_report import Report, Run, print_table
@@ -39,6 +40,7 @@ _LEGEND = {pb.ORIGIN_ACCEPTED_DRAFT: "accepted draft", pb.ORIGIN_CORRECTION: "co
 
 
 def run(args: argparse.Namespace) -> int:
+    SamplingParams(temperature=args.temperature)  # refused before anything is loaded
     with models.pair(args.target, args.draft) as pair:
         if pair.draft is None:
             raise ValueError("demo needs a draft beside the target")

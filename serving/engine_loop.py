@@ -163,11 +163,12 @@ class EngineLoop:
         for ticket in plan.expired:
             self._fail(ticket, RequestError(ErrorCode.DEADLINE_EXCEEDED,
                                             "the deadline passed in the queue"))
-        for slot, ticket in plan.released:
-            self.engine.release(slot)
+        for _, ticket in plan.released:
             late = ticket.deadline is not None and ticket.deadline <= now
             self._fail(ticket, RequestError(ErrorCode.DEADLINE_EXCEEDED, "the deadline passed")
                        if late else RequestError(ErrorCode.CANCELLED, "cancelled"))
+        for slot, _ in plan.released:  # after: no stream is left open if the engine fails
+            self.engine.release(slot)
         for slot, ticket in plan.admitted:
             self._insert(slot, ticket)
         with self._changed:

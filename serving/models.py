@@ -48,8 +48,8 @@ def pair(target: str | None, draft: str | None) -> Iterator[Pair]:
       ValueError: a draft without a target.
     """
     if target is not None:
-        yield Pair(target=pathlib.Path(target),
-                   draft=None if draft is None else pathlib.Path(draft))
+        yield Pair(target=pathlib.Path(target).expanduser(),
+                   draft=None if draft is None else pathlib.Path(draft).expanduser())
         return
     if draft is not None:
         raise ValueError("draft needs a target: the bundled target has its own draft")
@@ -131,7 +131,12 @@ def _load(directory: pathlib.Path, dtype: str, mesh: Mesh | None) -> LoadedModel
 
 
 def _common_vocabulary(target: LoadedModel, draft: LoadedModel | None) -> Vocabulary | None:
-    if draft is not None and target.vocabulary is not None and draft.vocabulary is not None:
+    if draft is None:
+        return target.vocabulary
+    if (target.vocabulary is None) != (draft.vocabulary is None):
+        has, lacks = ("draft", "target") if target.vocabulary is None else ("target", "draft")
+        raise ValueError(f"{has} has a vocabulary and {lacks} has none: they cannot be compared")
+    if target.vocabulary is not None and draft.vocabulary is not None:
         difference = target.vocabulary.differences(draft.vocabulary)
         if difference is not None:
             raise ValueError("draft must have the target's vocabulary: " + difference)

@@ -63,7 +63,15 @@ class Ticket:
         tokens = self._tokens(output, slot, reason)
         if self.stats.emitted == 0:
             self._first_token, self._first_step_tokens = now, len(tokens)
-        step = dataclasses.replace(SpeculationStats.of_slot(output, slot), emitted=len(tokens))
+        step = SpeculationStats.of_slot(output, slot)
+        if len(tokens) < step.emitted:
+            # A stop string cut the block: as with an end id, drafts after it were never
+            # judged. Their overlap is not known one by one, so it is shared out evenly.
+            examined = min(step.examined, len(tokens))
+            step = dataclasses.replace(
+                step, emitted=len(tokens), examined=examined,
+                accepted=min(step.accepted, len(tokens)),
+                overlap=step.overlap * examined / max(step.examined, 1))
         self.stats += step
         return TokenChunk(tokens=tuple(tokens), steps=step, stats=self.stats,
                           finish=self._finish(reason, now))

@@ -74,7 +74,7 @@ class Door:
         if message.ignore_eos:
             if message.eos_ids:
                 raise ValueError("eos_ids must be empty with ignore_eos, "
-                                 f"got {list(message.eos_ids)}")
+                                 f"got {len(message.eos_ids)} ids")
             return ()
         _check_length("eos_ids", len(message.eos_ids), 0, MAX_EOS_IDS, "ids")
         self._check_ids("eos_ids", message.eos_ids)
@@ -101,7 +101,8 @@ class Door:
                 name, ids = "token_ids", list(message.token_ids.ids)
                 if not ids:
                     raise ValueError("token_ids must have at least 1 id, got 0")
-                self._check_ids(name, ids)
+                if len(ids) <= self._config.max_source_length:  # else refused below, at once
+                    self._check_ids(name, ids)
                 if ids[-1] != self._eos_id:
                     ids.append(self._eos_id)
             case _:

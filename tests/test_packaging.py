@@ -108,3 +108,9 @@ def test_public_names_resolve() -> None:
 
 def test_the_installed_version_is_that_of_the_tree() -> None:
     assert metadata.version("tpuspec") == PROJECT["version"]
+
+
+def test_files_named_in_the_readme_exist() -> None:
+    named = re.findall(r"`(?:\./)?((?:\w+/)+[\w.]*)[` ]", (ROOT / "README.md").read_text())
+    assert named
+    assert not [name for name in named if not (ROOT / name).exists()]

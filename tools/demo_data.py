@@ -78,6 +78,8 @@ def encode(processor: sentencepiece.SentencePieceProcessor, texts: list[str]) ->
 
 
 def width(length: int) -> int:
+    if length > WIDTHS[-1]:
+        raise ValueError(f"a source must have at most {WIDTHS[-1]} pieces, got {length}")
     return next(w for w in WIDTHS if w >= length)
 
 

@@ -4,8 +4,10 @@
     python tools/train_demo_pair.py draft  --data DIR --work DIR --minutes 20
     python tools/train_demo_pair.py export --data DIR --work DIR --out DIR
 
-Each stage resumes from ``--work``; ``--from`` starts the target from a released
-checkpoint instead, so that a later run goes on where an earlier one stopped.
+Each stage resumes from ``--work``, where ``--minutes`` counts what was spent there
+before. ``--start`` begins the target from a released checkpoint (the optimizer's
+memory is new), so that a later run goes on where an earlier one stopped; a draft
+is cheap to distil again.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import functools
 import json
 import os
 import pathlib
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -22,23 +25,19 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
 
 import demo_data
+import demo_scores
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import sacrebleu
 import sentencepiece
 from flax import nnx
 from jax import lax
-from tqdm import tqdm
 
 from tpuspec import checkpoint
 from tpuspec.config import T5Config
-from tpuspec.kv_cache import DecoderCache
 from tpuspec.t5 import T5
 from tpuspec.vocabulary import Vocabulary
-
-Processor = sentencepiece.SentencePieceProcessor
 
 VOCAB = 4224  # 4096 pieces and 100 extra ids, padded to a multiple of 128
 TARGET = T5Config(vocab_size=VOCAB, d_model=256, d_kv=64, d_ff=512, num_heads=4,
@@ -72,7 +71,8 @@ def make_dropper(key: jax.Array, rate: float):
         if rate == 0:
             return x
         bits = jax.random.bits(jax.random.fold_in(key, next(count)), x.shape, jnp.uint8)
-        return jnp.where(bits >= round(rate * 256), x / (1 - rate), 0.0)
+        dropped = round(rate * 256)
+        return jnp.where(bits >= dropped, x * (256 / (256 - dropped)), 0.0)
     return drop
 
 
@@ -108,62 +108,15 @@ def distillation(graphdef, teacher, params, batch, drop):
     return ((jnp.exp(log_p) * (log_p - log_q)).sum(-1) * weights).sum() / weights.sum()
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "steps"))
-def generate(graphdef, params, source, source_lengths, key, temperature, *, steps):
-    """[B, steps] ids of a batch: greedy at temperature 0, else sampled."""
-    model = nnx.merge(graphdef, params)
-    rows = source.shape[0]
-    pairs = model.cross_keys_values(model.encode(source, source_lengths))
-    cache = DecoderCache.zeros(model.config, slots=rows, positions=steps,
-                               source_positions=source.shape[1], dtype=jnp.float32)
-    cache = dataclasses.replace(cache, cross_k=tuple(k for k, _ in pairs),
-                                cross_v=tuple(v for _, v in pairs))
-    pad = jnp.arange(VOCAB) >= demo_data.PIECES
-
-    def body(state):
-        i, tokens, done, out, cache = state
-        logits, cache = model.decode(tokens, jnp.broadcast_to(i, (rows,)), source_lengths, cache)
-        logits = jnp.where(pad[None], -jnp.inf, logits[:, 0])
-        noise = jax.random.gumbel(jax.random.fold_in(key, i), logits.shape)
-        token = jnp.argmax(logits + temperature * noise, axis=-1).astype(jnp.int32)
-        token = jnp.where(done, 0, token)
-        out = lax.dynamic_update_slice(out, token[:, None], (0, i))
-        return i + 1, token[:, None], done | (token == 1), out, cache
-
-    state = (jnp.int32(0), jnp.zeros((rows, 1), jnp.int32), jnp.zeros(rows, bool),
-             jnp.zeros((rows, steps), jnp.int32), cache)
-    return lax.while_loop(lambda s: (s[0] < steps) & ~s[2].all(), body, state)[3]
-
-
-def generate_all(graphdef, params, sources, *, temperature=0.0, seed=0, rows=128,
-                 progress="generate"):
-    """Ids (with EOS) for every source, batched by length."""
-    order = sorted(range(len(sources)), key=lambda i: len(sources[i]))
-    outputs: list[list[int]] = [[] for _ in sources]
-    for j in tqdm(range(0, len(order), rows), desc=progress, disable=None):
-        members = order[j:j + rows]
-        size = demo_data.width(max(len(sources[i]) for i in members))
-        batch = demo_data.collate([sources[i] for i in members], [[] for _ in members],
-                                  size, rows)
-        ids = np.asarray(generate(
-            graphdef, params, batch.source, batch.source_lengths, jax.random.key(seed + j),
-            jnp.float32(temperature), steps=64 if size > 32 else 2 * size))
-        for i, row in zip(members, ids, strict=False):
-            end = np.flatnonzero(row == 1)
-            outputs[i] = row[:end[0] + 1].tolist() if end.size else row.tolist()
-    return outputs
-
-
 class Trainer:
-    """One training run: batches in, a checkpoint and a log line per minute out."""
+    """One training run: batches in; a checkpoint and a log line every LOG_SECONDS."""
 
     def __init__(self, work: pathlib.Path, config: T5Config, loss, *, minutes: float,
-                 learning_rate: float, dropout: float, seed: int, start=None):
-        model = T5(config, rngs=nnx.Rngs(seed))
-        model.embedding[...] *= 0.25
-        self.graphdef, self.params = nnx.split(model)
-        if start is not None:
-            self.params = start
+                 learning_rate: float, dropout: float, seed: int, start: T5 | None = None):
+        if start is None:
+            start = T5(config, rngs=nnx.Rngs(seed))
+            start.embedding[...] *= 0.25
+        self.graphdef, self.params = nnx.split(start)
         self.work, self.minutes = work, minutes
         self.optimizer = optax.inject_hyperparams(optimizer)(learning_rate=learning_rate)
         self.peak = learning_rate
@@ -260,25 +213,6 @@ def valid_batches(processor, examples, tokens: int = 4096) -> list[demo_data.Bat
         demo_data.encode(processor, [e.references[0] for e in examples[task]]), tokens, rng)]
 
 
-def scores(processor, graphdef, params, examples) -> dict[str, float]:
-    """BLEU and chrF of ``translate``, exact match of ``restore``, greedy."""
-    result = {}
-    for task, rows in examples.items():
-        ids = generate_all(graphdef, params, demo_data.encode(
-            processor, [e.source for e in rows]), progress=f"score {task}")
-        texts = [processor.decode([i for i in row if i > 1]) for row in ids]
-        if task == "translate":
-            most = max(len(e.references) for e in rows)
-            streams = [[e.references[k] if k < len(e.references) else None for e in rows]
-                       for k in range(most)]
-            result["bleu"] = sacrebleu.corpus_bleu(texts, streams).score
-            result["chrf"] = sacrebleu.corpus_chrf(texts, streams).score
-        else:
-            result["exact_match"] = 100 * float(np.mean(
-                [t == e.references[0] for t, e in zip(texts, rows, strict=True)]))
-    return {k: round(v, 2) for k, v in result.items()}
-
-
 def train_target(args, processor) -> None:
     train = demo_data.load(args.data, "train")
     encoded = {t: demo_data.encode(processor, [e.source for e in rows])
@@ -295,65 +229,78 @@ def train_target(args, processor) -> None:
                     targets.append(answer[rng.integers(len(answer))])
         yield from demo_data.batches(sources, targets, args.tokens, rng)
 
+    start = checkpoint.load(args.start, dtype=jnp.float32).model if args.start else None
     trainer = Trainer(args.work / "target", TARGET, cross_entropy, minutes=args.minutes,
-                      learning_rate=args.learning_rate, dropout=args.dropout, seed=1)
+                      learning_rate=args.learning_rate, dropout=args.dropout, seed=1,
+                      start=start)
     trainer.run(epoch, valid_batches(processor, demo_data.load(args.data, "valid")))
-    print(json.dumps(scores(processor, trainer.graphdef, trainer.params,
+    print(json.dumps(demo_scores.scores(processor, trainer.graphdef, trainer.params,
                             demo_data.load(args.data, "valid"))))
 
 
 def load_params(work: pathlib.Path, config: T5Config):
-    """Graph and parameters of a trained stage."""
+    """Graph, parameters and steps of a trained stage."""
     trainer = Trainer(work, config, cross_entropy, minutes=0, learning_rate=0, dropout=0, seed=0)
     if not trainer.steps:
         raise SystemExit(f"{work} holds no trained model; run the stage before this one")
-    return trainer.graphdef, trainer.params
+    return trainer.graphdef, trainer.params, trainer.steps
 
 
-def train_draft(args: argparse.Namespace, processor: Processor) -> None:
+def train_draft(args: argparse.Namespace, processor: sentencepiece.SentencePieceProcessor) -> None:
     """Distils the draft on outputs of the target, greedy and sampled, to both tasks."""
-    teacher = load_params(args.work / "target", TARGET)
+    *teacher, steps = load_params(args.work / "target", TARGET)
     train = demo_data.load(args.data, "train")
     rng = np.random.default_rng(5)
     sources = []
     for rows in train.values():
         chosen = rng.choice(len(rows), args.sentences // 2, replace=False)
         sources += demo_data.encode(processor, [rows[i].source for i in chosen])
-    path = args.work / "outputs.json"
+    rng.shuffle(sources)
+    # Named by the target's age: another target has other outputs and another draft.
+    path = args.work / f"outputs-{steps}.json"
     if not path.exists():
-        outputs = [generate_all(*teacher, sources, temperature=t, seed=int(7 * t),
+        outputs = [demo_scores.generate_all(*teacher, sources, temperature=t, seed=int(7 * t),
                                 progress=f"outputs at temperature {t}") for t in (0.0, 1.0)]
-        path.write_text(json.dumps([sources * 2, outputs[0] + outputs[1]]))
-    sources, targets = json.loads(path.read_text())
+        path.write_text(json.dumps([sources, outputs]))
+    sources, outputs = json.loads(path.read_text())
     held_out = len(sources) // 100
-    valid = list(demo_data.batches(sources[:held_out], targets[:held_out], args.tokens, rng))
+    valid = list(demo_data.batches(sources[:held_out] * 2, outputs[0][:held_out]
+                                   + outputs[1][:held_out], args.tokens, rng))
 
     def epoch(rng: np.random.Generator) -> Iterator[demo_data.Batch]:
-        yield from demo_data.batches(sources[held_out:], targets[held_out:], args.tokens, rng)
+        yield from demo_data.batches(sources[held_out:] * 2, outputs[0][held_out:]
+                                     + outputs[1][held_out:], args.tokens, rng)
 
     def loss(graphdef, params, batch, drop):
         return distillation(graphdef, teacher, params, batch, drop)
 
-    Trainer(args.work / "draft", DRAFT, loss, minutes=args.minutes, dropout=0.0,
+    Trainer(args.work / f"draft-{steps}", DRAFT, loss, minutes=args.minutes, dropout=0.0,
             learning_rate=args.learning_rate, seed=2).run(epoch, valid)
 
 
-def export(args: argparse.Namespace, processor: Processor) -> None:
+def export(args: argparse.Namespace, processor: sentencepiece.SentencePieceProcessor) -> None:
     """Writes both models as released checkpoints, in bfloat16, with their scores."""
     vocabulary = Vocabulary.load(args.work / "spiece.model")
     test = demo_data.load(args.data, "test")
-    card = {}
-    for name, config in (("target", TARGET), ("draft", DRAFT)):
-        graphdef, params = load_params(args.work / name, config)
+    if args.out is None or any((args.out / name).exists() for name in ("target", "draft")):
+        raise SystemExit("--out must name a folder without target and draft in it")
+    card: dict[str, dict[str, float]] = {}
+    models = {}
+    *_, steps = load_params(args.work / "target", TARGET)
+    for name, stage, config in (("target", "target", TARGET),
+                                ("draft", f"draft-{steps}", DRAFT)):
+        graphdef, params, _ = load_params(args.work / stage, config)
         # Scored as it is shipped: rounded to bfloat16, computed in float32.
         params = jax.tree.map(lambda x: x.astype(jnp.bfloat16).astype(jnp.float32), params)
         model = nnx.merge(graphdef, params)
-        card[name] = scores(processor, graphdef, params, test) | {
+        card[name] = demo_scores.scores(processor, graphdef, params, test) | {
             "parameters": sum(x.size for x in jax.tree.leaves(params))}
         checkpoint.save(args.out / name, model, vocabulary, dtype=jnp.bfloat16,
                         provenance={"trained_by": "tools/train_demo_pair.py",
                                     "data": "tatoeba-en-de", "licence": "CC BY 2.0 FR",
                                     "test_scores": card[name]})
+        models[name] = model
+    card["alpha"] = demo_scores.acceptance(models["target"], models["draft"], vocabulary, test)
     print(json.dumps(card, indent=1))
 
 
@@ -369,10 +316,14 @@ def main() -> None:
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--sentences", type=int, default=40_000,
                         help="sources whose outputs the draft learns from")
-    parser.add_argument("--out", type=pathlib.Path, help="where export writes")
+    parser.add_argument("--start", type=pathlib.Path,
+                        help="released target that training goes on from")
+    parser.add_argument("--out", type=pathlib.Path, help="where export writes; new folders")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(args.work.absolute() / "xla"))
+    if args.start and not (args.work / "spiece.model").exists():
+        shutil.copy(args.start / "spiece.model", args.work)
     if not (args.work / "spiece.model").exists():
         demo_data.train_tokenizer(args.data, args.work / "spiece")
     processor = sentencepiece.SentencePieceProcessor(model_file=str(args.work / "spiece.model"))

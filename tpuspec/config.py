@@ -127,7 +127,7 @@ class EngineConfig:
     """
 
     slots: int = 4
-    source_buckets: tuple[int, ...] = (32, 64, 128, 256, 512)
+    source_buckets: tuple[int, ...] = (32, 128, 512)
     max_target_length: int = 256
     draft_lengths: tuple[int, ...] = (0, 1, 2, 3, 5, 7)
     draft_length: int = 3

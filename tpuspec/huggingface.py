@@ -163,6 +163,8 @@ class _Tensors:
 def _tied(fields: Mapping[str, Any], tensors: _Tensors, embedding: str) -> bool:
     differs = _HEAD in tensors.shapes and not tensors.equal(_HEAD, embedding)
     if _since_v5(fields):
+        if _HEAD not in tensors.shapes and fields.get("tie_word_embeddings") is False:
+            raise ValueError(f"{_HEAD} is missing, and tie_word_embeddings is false")
         return not differs
     if not fields.get("tie_word_embeddings", True):
         if _HEAD not in tensors.shapes:

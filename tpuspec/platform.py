@@ -47,7 +47,11 @@ def choose(platform: str | None) -> None:
     if platform == "tpu" and not has_tpu():
         raise ValueError(f"platform must be cpu on this machine, got tpu: no TPU device files "
                          f"({', '.join(_TPU_NODES)})")
+    compiler = importlib.util.find_spec("libtpu") is not None
+    if platform == "tpu" and not compiler:
+        raise ValueError("platform must be cpu in this environment, got tpu: libtpu is not "
+                         "installed (pip install '.[tpu]')")
     if platform is not None:
         os.environ["JAX_PLATFORMS"] = "tpu,cpu" if platform == "tpu" else platform
-    elif has_tpu():
+    elif has_tpu() and compiler:
         os.environ.setdefault("JAX_PLATFORMS", "tpu,cpu")

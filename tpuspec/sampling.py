@@ -55,6 +55,11 @@ class SlotSampling:
     top_k_B: jax.Array
     top_p_B: jax.Array
 
+    def where(self, active_B: jax.Array) -> "SlotSampling":
+        """The same, with the other slots greedy: the cheapest way to sample."""
+        return dataclasses.replace(
+            self, temperature_B=jnp.where(active_B, self.temperature_B, 0.0))
+
     @classmethod
     def greedy(cls, slots: int) -> "SlotSampling":
         return cls(temperature_B=jnp.zeros(slots, jnp.float32),

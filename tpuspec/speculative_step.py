@@ -25,7 +25,9 @@ def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
 
     Source: Leviathan et al. 2022, Algorithm 1; Chen et al. 2023, Algorithm 2.
     """
-    slots = state.slots
+    # An ended request's options must not cost its neighbours anything.
+    slots = dataclasses.replace(state.slots, sampling=state.slots.sampling.where(
+        state.slots.active_B))
     pending_B = pending_token(slots)
     positions_BG = slots.length_B[:, None] + jnp.arange(draft_length + 1)[None, :]
     coins = uniforms(slots.seed_B2, positions_BG)
@@ -36,11 +38,12 @@ def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
     if draft_length:
         assert draft is not None and draft_cache is not None
         with jax.named_scope("draft"):
-            drafts_Bγ, draft_probs_BγV, sound_B, draft_cache = propose(
+            drafts_Bγ, draft_probs_BγV, sound_Bγ, draft_cache = propose(
                 draft, slots, draft_cache, coins[Purpose.DRAFT, :, :-1], source_positions,
                 vocabulary_size)
             draft_probs_BγV = fit_vocabulary(draft_probs_BγV, target.config.vocab_size)
-            draft_sound_B = sound_B | (slots.draft_limit_B == 0)
+            examined = jnp.arange(draft_length)[None, :] < slots.draft_limit_B[:, None]
+            draft_sound_B = jnp.all(sound_Bγ | ~examined, axis=1)
 
     with jax.named_scope("verify"):
         window_BG = jnp.concatenate([pending_B[:, None], drafts_Bγ], axis=1)
@@ -81,7 +84,8 @@ def propose(draft: T5, slots: Slots, cache: DecoderCache, coins_Bγ: jax.Array,
             source_positions: int, vocabulary_size: int,
             ) -> tuple[jax.Array, jax.Array, jax.Array, DecoderCache]:
     """One draft pass per coin. Returns drafts [B, γ], their distributions [B, γ, V],
-    soundness [B] and the draft's cache.
+    soundness [B, γ]
+    and the draft's cache.
 
     The first pass reads the last two final tokens. The first of them is a rewrite
     with the same values, except after a step in which every draft was accepted,
@@ -108,7 +112,7 @@ def propose(draft: T5, slots: Slots, cache: DecoderCache, coins_Bγ: jax.Array,
     (_, _, cache), rest = lax.scan(body, (first[0], slots.length_B, cache), coins_Bγ[:, 1:].T)
     drafts, probs, sound = jax.tree.map(
         lambda one, more: jnp.moveaxis(jnp.concatenate([one[None], more]), 0, 1), first, rest)
-    return drafts, probs, jnp.all(sound, axis=1), cache
+    return drafts, probs, sound, cache
 
 
 def fit_vocabulary(probs: jax.Array, size: int) -> jax.Array:

@@ -24,17 +24,21 @@ _FEW_ROWS = 64
 MASKED = -1e30  # added to float32 attention logits; finite, so empty rows stay finite
 
 
+def precision_of(dtype: jnp.dtype) -> lax.Precision | None:
+    """float32 means float32: accelerators would round the factors of a product."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
 def matmul_out_in(x: jax.Array, weight: jax.Array, *,
                   preferred: jnp.dtype | None = None) -> jax.Array:
     """x Wᵀ over the last axis of ``x``, with ``weight`` stored [out, in]."""
     preferred = preferred or x.dtype
+    options = dict(preferred_element_type=preferred, precision=precision_of(x.dtype))
     rows = math.prod(x.shape[:-1])
     if rows > _FEW_ROWS:
-        return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())),
-                               preferred_element_type=preferred)
+        return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), **options)
     flat = x.reshape(rows, x.shape[-1])
-    out = lax.dot_general(weight, flat, (((1,), (1,)), ((), ())),
-                          preferred_element_type=preferred)
+    out = lax.dot_general(weight, flat, (((1,), (1,)), ((), ())), **options)
     return out.T.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -147,10 +151,12 @@ class Attention(nnx.Module):
                bias: jax.Array) -> jax.Array:
         """Args: bias broadcasts to [B, N, G, T] float32 and holds the mask."""
         logits = jnp.einsum("bgnh,btnh->bngt", q_BGNH, k_BTNH,
-                            preferred_element_type=jnp.float32)
+                            preferred_element_type=jnp.float32,
+                            precision=precision_of(q_BGNH.dtype))
         logits = logits + jnp.broadcast_to(bias, logits.shape)
         weights = jax.nn.softmax(logits, axis=-1).astype(v_BTNH.dtype)
-        mixed = jnp.einsum("bngt,btnh->bgnh", weights, v_BTNH)
+        mixed = jnp.einsum("bngt,btnh->bgnh", weights, v_BTNH,
+                           precision=precision_of(v_BTNH.dtype))
         return self.o(mixed.reshape(*mixed.shape[:2], -1))
 
 

@@ -1,11 +1,17 @@
 """Acceptance figures that mean what the proto says, and count everything once."""
 
+import numpy as np
 import pytest
 from fake_engine import COST, FakeEngine
 from harness import on_server
 
 from tpuspec import theory
+from tpuspec.decode_state import StepOutput
 from tpuspec.protos import generation_pb2 as pb
+from tpuspec.sampling import SamplingParams
+from tpuspec.serving.output_text import OutputText
+from tpuspec.serving.request import Request
+from tpuspec.serving.ticket import Ticket
 
 
 def counts(s: pb.Speculation) -> tuple[int, int, int, int, int]:
@@ -105,3 +111,25 @@ def test_model_tells_its_limits_and_costs():
         assert model.cost.c == 0.25
 
     on_server(body)
+
+
+def test_drafts_beyond_a_stop_string_are_not_counted_as_accepted():
+    """A block of four, all accepted, of which a stop string keeps the first token."""
+    output = StepOutput(
+        tokens=np.array([[10, 11, 12, 13]], np.int32), num_tokens=np.array([4]),
+        drafted=np.array([3]), accepted=np.array([3]), examined=np.array([3]),
+        finish=np.array([0]), overlap=np.array([2.4], np.float32))
+    request = Request(request_id="", source=(1,), sampling=SamplingParams(), seed=0,
+                      max_new_tokens=9, eos_ids=(), stop=("k",), draft_length=3)
+
+    class Letters:
+        def push(self, ids):
+            return "".join(chr(97 + i) for i in ids)
+
+        def flush(self):
+            return ""
+
+    ticket = Ticket(request, None, OutputText(Letters(), request.stop), now=0.0)
+    chunk = ticket.advance(output, 0, 1.0)
+    assert (len(chunk.tokens), chunk.steps.accepted, chunk.steps.examined) == (1, 1, 1)
+    assert chunk.steps.emitted == 1 and chunk.steps.overlap == pytest.approx(0.8)

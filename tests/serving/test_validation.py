@@ -38,7 +38,7 @@ BARE_DOOR = Door(CONFIG, vocabulary_size=2000, eos_id=1, vocabulary=None)
     (dict(top_k=-1), "sampling.top_k must be .*, got -1"),
     (dict(eos_ids=[2000]), r"eos_ids\[0\] must be in \[0, 1999\], got 2000"),
     (dict(eos_ids=[5] * 9), "eos_ids must have 0 to 8 ids, got 9"),
-    (dict(eos_ids=[5], ignore_eos=True), r"eos_ids must be empty with ignore_eos, got \[5\]"),
+    (dict(eos_ids=[5], ignore_eos=True), r"eos_ids must be empty with ignore_eos, got 1 ids"),
     (dict(stop=["a", ""]), r"stop\[1\] must have 1 to 256 characters, got 0"),
     (dict(stop=["a" * 257]), r"stop\[0\] must have 1 to 256 characters, got 257"),
     (dict(stop=["a"] * 9), "stop must have 0 to 8 strings, got 9"),
