@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import io
 import json
 import pathlib
 import re
@@ -42,7 +43,7 @@ def load(data: pathlib.Path, split: str) -> dict[str, list[Example]]:
     return tasks
 
 
-def train_tokenizer(data: pathlib.Path, model_prefix: pathlib.Path) -> None:
+def train_tokenizer(data: pathlib.Path, path: pathlib.Path) -> None:
     """A unigram model of T5's conventions: pad 0, EOS 1, unk 2, no BOS.
 
     The two task prefixes are pieces of their own: a fifth of the source saved.
@@ -56,11 +57,13 @@ def train_tokenizer(data: pathlib.Path, model_prefix: pathlib.Path) -> None:
             if i % 3 == 0:
                 yield restore.source.removeprefix(RESTORE)
 
+    model = io.BytesIO()  # a file name would be kept in the model
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=sentences(), model_prefix=str(model_prefix), vocab_size=PIECES,
+        sentence_iterator=sentences(), model_writer=model, vocab_size=PIECES,
         model_type="unigram", character_coverage=1.0, pad_id=0, eos_id=1, unk_id=2,
         bos_id=-1, user_defined_symbols=[
             "\u2581" + p.strip().replace(" ", "\u2581") for p in (TRANSLATE, RESTORE)])
+    path.write_bytes(model.getvalue())
 
 
 @dataclasses.dataclass(frozen=True)

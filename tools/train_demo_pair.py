@@ -325,7 +325,7 @@ def main() -> None:
     if args.start and not (args.work / "spiece.model").exists():
         shutil.copy(args.start / "spiece.model", args.work)
     if not (args.work / "spiece.model").exists():
-        demo_data.train_tokenizer(args.data, args.work / "spiece")
+        demo_data.train_tokenizer(args.data, args.work / "spiece.model")
     processor = sentencepiece.SentencePieceProcessor(model_file=str(args.work / "spiece.model"))
     {"target": train_target, "draft": train_draft, "export": export}[args.stage](args, processor)
 
