@@ -35,7 +35,7 @@ class Failure:
         if isinstance(error, RequestError):
             return cls(error.code.name, str(error), error.retry_after)
         assert isinstance(error, grpc.aio.AioRpcError)
-        trailers = dict(error.trailing_metadata())
+        trailers = dict(tuple(error.trailing_metadata()))  # an iterator in older versions
         milliseconds = trailers.get("retry-after-ms")
         return cls(error.code().name, error.details() or "",
                    None if milliseconds is None else 1e-3 * int(milliseconds))

@@ -135,10 +135,10 @@ class T5(nnx.Module):
 
     def decode(self, tokens_BG: Int[Array, "B G"], start_B: Int[Array, " B"],
                source_lengths_B: Int[Array, " B"], cache: DecoderCache,
-               row_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B G V"], DecoderCache]:
+               row_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B R V"], DecoderCache]:
         """Reads G tokens at positions ``start .. start + G - 1`` of each slot.
 
-        Returns float32 logits for the position after each token (of row ``row``
+        Returns float32 logits for the position after each token, R = G (of row ``row``
         alone, [B, 1, V], if given), and the cache with the K/V of the G positions
         written in place. Every position attends to all positions before it in the
         cache and in the window.

@@ -118,7 +118,7 @@ def test_queue_has_an_end_and_says_when_to_come_back():
             except grpc.aio.AioRpcError as error:
                 assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                 assert "the limit is 10" in error.details()
-                assert int(dict(error.trailing_metadata())["retry-after-ms"]) > 0
+                assert int(dict(tuple(error.trailing_metadata()))["retry-after-ms"]) > 0
                 return None, time.monotonic() - began
 
         results = await asyncio.gather(*(one(n) for n in range(1, 201)))
