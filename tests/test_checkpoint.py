@@ -62,9 +62,10 @@ def test_everything_comes_back_bitwise(model, saved):
     assert loaded.model.lm_head.weight.get_metadata("logical") == ("vocab", "embed")
 
 
-def test_files_are_few_and_name_no_path_of_this_machine(saved, tmp_path):
+def test_files_are_few_and_name_no_path_of_this_machine(model, saved, tmp_path):
     files = [f for f in saved.rglob("*") if f.is_file()]
-    assert len(files) < 20
+    # Not one for each leaf; how many exactly depends on the timing of the writes.
+    assert len(files) < len(weights(model)), files
     for file in files:
         assert str(tmp_path).encode() not in file.read_bytes(), file
     assert os.listdir(tmp_path) == ["ckpt"]

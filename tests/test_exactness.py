@@ -152,7 +152,7 @@ SETTINGS = [dict(temperature=t) for t in (0.0, 0.7, 1.0)] + [
 def test_outputs_of_a_chain_have_the_targets_distribution(draft_length, batch):
     target, draft = chain(P_CHAIN), chain(Q_CHAIN)
     for setting in SETTINGS:
-        tokens = sample(target, draft, draft_length, batch, **setting)
+        tokens = sample(target, draft, draft_length, batch, outputs=2000, **setting)
         options = {"top_k": 0, "top_p": 1.0} | setting
         assert check(tokens, warped(P_CHAIN, **options)) > 1e-4, setting
 
