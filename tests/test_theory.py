@@ -1,0 +1,137 @@
+"""The paper's formulas against its tables, its worked numbers, and simulation."""
+
+import math
+
+import numpy as np
+import pytest
+
+from tpuspec import theory
+
+P, Q = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.3, 0.5, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("alpha, gamma, operations, speed", [  # Table 1, c = ĉ = 0
+    (0.6, 2, 1.53, 1.96), (0.7, 3, 1.58, 2.53), (0.8, 2, 1.23, 2.44), (0.8, 5, 1.63, 3.69),
+    (0.9, 2, 1.11, 2.71), (0.9, 10, 1.60, 6.86)])
+def test_table_1(alpha, gamma, operations, speed):
+    assert theory.speedup(alpha, gamma, 0) == pytest.approx(speed, abs=0.005)
+    assert theory.operations_factor(alpha, gamma, 0) == pytest.approx(operations, abs=0.005)
+
+
+def test_t5_small_on_translation():
+    assert theory.expected_tokens(0.75, 7) == pytest.approx(3.60, abs=0.005)
+    assert theory.speedup(0.75, 7, 0.02) == pytest.approx(3.16, abs=0.005)
+    assert theory.expected_tokens(0.82, 7) == pytest.approx(4.42, abs=0.005)  # T5-large
+    runs = theory.run_length_distribution(0.75, 7)
+    assert runs[7] == pytest.approx(0.13, abs=0.005) and runs[0] == pytest.approx(0.25)
+    assert math.fsum(runs) == pytest.approx(1)
+    assert sum(k * p for k, p in enumerate(runs, 1)) == pytest.approx(
+        theory.expected_tokens(0.75, 7))
+
+
+def test_a_bigram_table_that_costs_nothing():
+    assert theory.speedup(0.2, 3, 0.0) == pytest.approx(1.25, abs=0.005)
+
+
+def test_equal_acceptance_is_a_geometric_series():
+    assert theory.expected_tokens(0.9, 10) == pytest.approx((1 - 0.9**11) / 0.1)
+    assert theory.expected_tokens(1.0, 4) == 5 and theory.expected_tokens(0.0, 4) == 1
+    assert theory.expected_tokens_by_position([0.9] * 10) == pytest.approx(
+        theory.expected_tokens(0.9, 10))
+
+
+def test_expected_tokens_by_simulation():
+    rng, alphas = np.random.default_rng(0), [0.8, 0.5, 0.9, 0.2]
+    kept = rng.random((200_000, 4)) < alphas
+    assert 1 + np.cumprod(kept, axis=1).sum(1).mean() == pytest.approx(
+        theory.expected_tokens_by_position(alphas), abs=0.01)
+
+
+def test_a_draft_pays_exactly_if_alpha_exceeds_c():
+    for c in (0.05, 0.3, 0.7):
+        for alpha in np.linspace(0, 0.99, 34):
+            gains = [theory.speedup(alpha, gamma, c) for gamma in range(1, 60)]
+            assert (max(gains) > 1) == theory.pays(alpha, c)
+            if theory.pays(alpha, c):
+                assert max(gains) >= (1 + alpha) / (1 + c)
+                assert theory.best_draft_length(alpha, c) >= 1
+            else:
+                assert theory.best_draft_length(alpha, c) == 0
+
+
+def test_best_draft_length_is_the_maximum_over_all():
+    for alpha in (0.3, 0.6, 0.8, 0.95):
+        for c in (0.01, 0.05, 0.2):
+            gains = [theory.speedup(alpha, gamma, c, 1 + 0.02 * gamma) for gamma in range(33)]
+            assert theory.best_draft_length(
+                alpha, c, widening=lambda gamma: 1 + 0.02 * gamma) == int(np.argmax(gains))
+
+
+def test_acceptance_that_falls_after_the_first_draft_wants_one_or_two():
+    """80 % for the first draft and 20 % for later ones; a mean of 32 % would say more."""
+    assert theory.best_draft_length([0.8, 0.2, 0.2, 0.2, 0.2], 0.05) in (1, 2)
+    assert theory.best_draft_length([0.8, 0.2, 0.2, 0.2, 0.2], 0.2) == 1
+
+
+def test_a_perfect_schedule_gains_up_to_60_percent_over_a_fixed_one():
+    fixed = theory.speedup(0.8, theory.best_draft_length(0.8, 0.05), 0.05)
+    assert 1.3 < theory.oracle_speedup(0.8, 0.05) / fixed < 1.6
+    assert theory.oracle_speedup(0.75, 0.0) == pytest.approx(4)  # 1 / (1 - α)
+    rng = np.random.default_rng(1)
+    accepted = rng.geometric(0.2, 200_000) - 1  # before the first failure at α = 0.8
+    simulated = (accepted + 1).sum() / (1 + 0.05 * accepted).sum()
+    assert theory.oracle_speedup(0.8, 0.05) == pytest.approx(simulated, rel=0.01)
+
+
+def test_the_worked_example_of_four_tokens():
+    assert theory.overlap(P, Q) == pytest.approx(0.75)
+    assert theory.d_lk(P, Q) == pytest.approx(0.25)
+    np.testing.assert_allclose(theory.residual(P, Q), [0.8, 0, 0.2, 0])
+    np.testing.assert_allclose(
+        np.minimum(P, Q) + (1 - theory.overlap(P, Q)) * theory.residual(P, Q), P)
+    assert theory.rejection_sampling_rate(P, Q) == pytest.approx(0.60)
+    assert theory.residual(P, P) is P
+
+
+def test_acceptance_is_one_minus_the_total_variation_distance():
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        p, q = rng.dirichlet(np.ones(9), 2)
+        assert theory.overlap(p, q) == pytest.approx(1 - theory.d_lk(p, q))
+        assert theory.d_lk(p, q) == pytest.approx(0.5 * np.abs(p - q).sum())
+        assert theory.rejection_sampling_rate(p, q) <= theory.overlap(p, q)
+        assert theory.lenient_acceptance(p, q, 1.0) == pytest.approx(theory.overlap(p, q))
+        assert theory.lenient_acceptance(p, q, 0.1) >= theory.overlap(p, q)
+
+
+def test_one_rare_token_ruins_ordinary_rejection_sampling():
+    p, q = np.array([0.98, 0.02]), np.array([0.999, 0.001])
+    assert theory.rejection_sampling_rate(p, q) == pytest.approx(0.05)
+    assert theory.overlap(p, q) > 0.98
+
+
+def test_the_roofline_of_t5_xxl_on_v4():
+    v4 = theory.CHIPS["v4"]
+    one, eight = (theory.roofline(11e9, n, v4) for n in (1, 8))
+    assert 1e3 * one.memory == pytest.approx(18, abs=0.5)
+    assert 1e3 * one.arithmetic == pytest.approx(0.16, abs=0.005)
+    assert 1e3 * theory.roofline(11e9, 1, v4, utilization=1.0).arithmetic == pytest.approx(
+        0.08, abs=0.005)
+    assert 1e3 * eight.arithmetic == pytest.approx(1.3, abs=0.05)
+    assert eight.seconds == one.seconds
+    small = theory.roofline(77e6, 1, v4)
+    assert 1e3 * small.seconds == pytest.approx(0.13, abs=0.005)
+    assert small.seconds / one.seconds == pytest.approx(0.007, abs=0.0005)
+    assert 100 < theory.crossover(v4) < 120
+    assert v4.flops / v4.bandwidth == pytest.approx(230, abs=1)
+
+
+@pytest.mark.parametrize("call, told", [
+    (lambda: theory.speedup(1.2, 3, 0.1), r"alpha must be in \[0.0, 1.0\], got 1.2"),
+    (lambda: theory.speedup(0.5, -1, 0.1), "draft_length must be at least 0, got -1"),
+    (lambda: theory.speedup(0.5, 3, -0.1), "c must be at least 0.0, got -0.1"),
+    (lambda: theory.expected_tokens_by_position([0.5, 2.0]), r"alphas\[1\] must be in"),
+    (lambda: theory.lenient_acceptance(P, Q, 0.0), r"lenience must be in \(0, 1\], got 0.0")])
+def test_values_out_of_bounds_are_named(call, told):
+    with pytest.raises(ValueError, match=told):
+        call()
