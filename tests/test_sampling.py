@@ -99,6 +99,20 @@ def test_draw_has_the_frequencies_of_its_weights():
     np.testing.assert_allclose(np.bincount(ids, minlength=4) / 20_000, weights / 5, atol=2e-4)
 
 
+@pytest.mark.parametrize("size", [1, 127, 128, 129, 700])
+def test_draw_searches_blocks_as_a_plain_cumulative_sum_would(size):
+    rng = np.random.default_rng(size)
+    weights = rng.exponential(size=(64, size)) * (rng.random((64, size)) < 0.3)
+    weights[:, rng.integers(size)] += 0.1
+    uniform = np.append(rng.random(62), [0.0, 1 - 2**-24])
+    cumulative = np.cumsum(weights.astype(np.float32).astype(np.float64), axis=1)
+    goal = uniform.astype(np.float32) * cumulative[:, -1]
+    ids = np.asarray(draw(jnp.asarray(weights, jnp.float32), jnp.asarray(uniform, jnp.float32)))
+    clear = np.abs(cumulative - goal[:, None]).min(axis=1) > 1e-5 * cumulative[:, -1]
+    assert clear[:-2].mean() > 0.9
+    np.testing.assert_array_equal(ids[clear], (cumulative <= goal[:, None]).sum(axis=1)[clear])
+
+
 def test_random_numbers_depend_on_seed_position_and_purpose_alone():
     seeds = jnp.asarray([[0, 7], [0, 8], [0, 7]], jnp.uint32)
     positions = jnp.asarray([[1, 2], [1, 2], [2, 9]], jnp.int32)

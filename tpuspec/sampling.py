@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from tpuspec.config import check_range
 
+_BLOCK = 128
 _ONE_BITS = 0x3F800000  # float32 1.0; the order of floats in [0, 1] is that of their bits
 
 
@@ -92,7 +93,9 @@ def warp(logits_BGV: Float[Array, "B G V"], sampling: SlotSampling, vocabulary_s
     warped = jnp.any((sampling.temperature_B > 0)
                      & ((sampling.top_k_B > 0) | (sampling.top_p_B < 1)))
     e = lax.cond(warped, lambda e: _truncate(e, sampling), lambda e: e, e)
-    one_hot = ids == jnp.argmax(logits, axis=-1, keepdims=True)
+    # Not argmax: reductions to one number are faster, and the lowest id is plain to see.
+    best = jnp.min(jnp.where(logits == top, ids, ids.size), axis=-1, keepdims=True)
+    one_hot = ids == best
     weights = jnp.where(greedy, one_hot.astype(jnp.float32), e)
     probabilities = weights / jnp.sum(weights, axis=-1, keepdims=True)
     return probabilities, jnp.isfinite(top[..., 0])
@@ -133,15 +136,31 @@ def draw(weights_BV: Float[Array, "B V"], uniform_B: Float[Array, " B"]) -> Int[
     """One id per row with probability proportional to its weight (inverse CDF).
 
     An id of weight 0 is never drawn, whatever the uniform number in [0, 1).
+    In two levels, blocks of ids and the ids of one block: every weight is read once.
     """
-    positive = weights_BV > 0
-    cumulative = jnp.cumsum(weights_BV, axis=-1)
-    goal = uniform_B[:, None] * cumulative[:, -1:]
-    hit = (cumulative > goal) & positive
-    first = jnp.argmax(hit, axis=-1)
-    last = weights_BV.shape[-1] - 1 - jnp.argmax(positive[:, ::-1], axis=-1)
-    # Rounding may leave no hit for a number just below 1: the last live id then.
-    return jnp.where(jnp.any(hit, axis=-1), first, last).astype(jnp.int32)
+    slots, size = weights_BV.shape
+    blocks = jnp.pad(weights_BV, ((0, 0), (0, -size % _BLOCK))).reshape(slots, -1, _BLOCK)
+    sums = jnp.sum(blocks, axis=-1)
+    goal_B = uniform_B * jnp.cumsum(sums, axis=-1)[:, -1]
+    block_B, before_B = _first_above(sums, goal_B)
+    within = jnp.take_along_axis(blocks, block_B[:, None, None], axis=1)[:, 0]
+    id_B, _ = _first_above(within, goal_B - before_B)
+    return block_B * _BLOCK + id_B
+
+
+def _first_above(weights: jax.Array, goal_B: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Per row, the first place of a weight above 0 up to which the sum exceeds the
+    goal, and the sum before it. Rounding may leave none: the last such weight then."""
+    cumulative = jnp.cumsum(weights, axis=-1)
+    positive = weights > 0
+    hit = (cumulative > goal_B[:, None]) & positive
+    places = jnp.arange(weights.shape[-1], dtype=jnp.int32)[None, :]
+    first = jnp.min(jnp.where(hit, places, places.size), axis=-1)
+    last = jnp.max(jnp.where(positive, places, 0), axis=-1)
+    place_B = jnp.where(first < places.size, first, last)
+    upto = jnp.take_along_axis(cumulative, place_B[:, None], axis=-1)[:, 0]
+    at = jnp.take_along_axis(weights, place_B[:, None], axis=-1)[:, 0]
+    return place_B, upto - at
 
 
 def seed_words(seed: int) -> tuple[int, int]:
