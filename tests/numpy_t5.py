@@ -112,13 +112,9 @@ class NumpyT5:
         return h @ self.w[f"{name}.wo.weight"].T
 
 
-def numpy_twin(model: Any, names: Mapping[str, str]) -> NumpyT5:
-    """The oracle on a model's own weights; ``names`` maps our names to Hugging Face's."""
-    from tpuspec.checkpoint import named_parameters
-
+def numpy_twin(model: Any, weights: Mapping[str, np.ndarray]) -> NumpyT5:
+    """The oracle on a model's own weights, under their Hugging Face names."""
     config = model.config
-    weights = {names[name]: np.asarray(w.astype("float32"))
-               for name, w in named_parameters(model).items()}
     return NumpyT5(weights, num_heads=config.num_heads,
                    activation=str(config.activation).removeprefix("gated-"),
                    scale_outputs=config.scale_decoder_outputs,

@@ -17,7 +17,7 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from tpuspec.checkpoint import named_parameters
+from tpuspec.checkpoint import AbstractModel, named_parameters
 from tpuspec.config import T5Config
 from tpuspec.huggingface import parameter_names
 from tpuspec.t5 import T5
@@ -142,9 +142,19 @@ def rand(seed: int = 0, *, vocab: int = 32, d_model: int = 64, layers: int = 2,
 
 
 def tensors_of(model: T5) -> dict[str, np.ndarray]:
-    """A model's parameters under their Hugging Face names."""
-    names = parameter_names(model.config)
-    return {names[name]: np.asarray(w) for name, w in named_parameters(model).items()}
+    """A model's parameters under their Hugging Face names, its stacks taken apart."""
+    parameters = named_parameters(model)
+    tensors: dict[str, np.ndarray] = {}
+    for ours, theirs in parameter_names(model.config).items():
+        array = np.asarray(parameters[ours])
+        tensors |= zip(theirs, array if array.ndim == 3 else [array], strict=True)
+    return tensors
+
+
+def recast(model: T5, dtype: Any) -> T5:
+    """The same model in another dtype."""
+    return AbstractModel(model.config, dtype).build(
+        {name: w.astype(dtype) for name, w in named_parameters(model).items()})
 
 
 def write_huggingface(path: Path, model: T5, tensors: Mapping[str, np.ndarray] | None = None,

@@ -104,7 +104,7 @@ def test_saved_on_one_device_layout_loads_on_another(model, tmp_path):
 def test_depth_of_another_model_is_refused_by_name(saved):
     stored = json.loads((saved / "model.json").read_text())
     for layers, told in ((1, "unexpected decoder_layers.1.mlp.wo.weight"),
-                         (3, r"missing decoder_layers.2.cross_attention.k.weight \[16, 16\]")):
+                         (3, r"missing decoder_layers.2.cross_attention.kv.weight \[2, 16, 16\]")):
         stored["model"]["num_decoder_layers"] = layers
         (saved / "model.json").write_text(json.dumps(stored))
         with pytest.raises(ValueError, match=told):
@@ -115,8 +115,8 @@ def test_missing_unexpected_and_misshaped_leaves_are_all_named(model, tmp_path):
     import orbax.checkpoint as ocp
 
     leaves = weights(model)
-    leaves["decoder_layers.0.mlp.wi_0.weight"] = leaves["decoder_layers.0.mlp.wi_0.weight"].T
-    leaves["decoder_layers.0.mlp.wi_9.weight"] = leaves.pop("decoder_layers.0.mlp.wi_1.weight")
+    leaves["decoder_layers.0.mlp.wo.weight"] = leaves["decoder_layers.0.mlp.wo.weight"].T
+    leaves["decoder_layers.0.mlp.wi_9.weight"] = leaves.pop("decoder_layers.0.mlp.wi.weight")
     checkpoint.save(tmp_path / "bad", model, None)
     shutil.rmtree(tmp_path / "bad" / "weights")
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as writer:
@@ -124,9 +124,9 @@ def test_missing_unexpected_and_misshaped_leaves_are_all_named(model, tmp_path):
                     args=ocp.args.PyTreeSave(checkpoint._nest(leaves)))
     with pytest.raises(ValueError) as error:
         checkpoint.load(tmp_path / "bad")
-    for told in ("missing decoder_layers.0.mlp.wi_1.weight [32, 16]",
-                 "unexpected decoder_layers.0.mlp.wi_9.weight [32, 16]",
-                 "misshaped decoder_layers.0.mlp.wi_0.weight: [16, 32], wanted [32, 16]"):
+    for told in ("missing decoder_layers.0.mlp.wi.weight [2, 32, 16]",
+                 "unexpected decoder_layers.0.mlp.wi_9.weight [2, 32, 16]",
+                 "misshaped decoder_layers.0.mlp.wo.weight: [32, 16], wanted [16, 32]"):
         assert told in str(error.value)
 
 

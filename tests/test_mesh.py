@@ -34,10 +34,10 @@ def test_ids_do_not_depend_on_how_the_model_is_sharded(data, model):
     expected, _ = ids(target, draft, None)
     found, engine = ids(target, draft, mesh_lib.make_mesh(data, model))
     assert found == expected
-    weight = engine._target_params.decoder_layers[0].self_attention.q.weight[...]
-    assert weight.sharding.shard_shape(weight.shape)[0] == weight.shape[0] // model
+    qkv = next(w for w in engine._weights[0] if w.shape == (3, 64, 64))
+    assert qkv.sharding.shard_shape(qkv.shape) == (3, 64 // model, 64)
     key = engine._state.target_cache.self_k[0]
-    assert key.sharding.shard_shape(key.shape) == (4 // data, key.shape[1], 4 // model, 16)
+    assert key.sharding.shard_shape(key.shape) == (4 // data, 4 // model, key.shape[2], 16)
 
 
 def test_a_draft_whose_heads_do_not_divide_is_replicated():
@@ -47,6 +47,15 @@ def test_a_draft_whose_heads_do_not_divide_is_replicated():
     params = nnx.split(draft)[1]
     shardings = jax.tree.leaves(mesh_lib.param_shardings(params, draft.config, mesh))
     assert all(s.is_fully_replicated for s in shardings)
+
+
+def test_a_replicated_draft_beside_a_sharded_target_changes_no_ids():
+    target, draft = rand(0, vocab=48), fixed({5: 0.5, 9: 0.5}, 48)
+    expected, _ = ids(target, draft, None)
+    found, engine = ids(target, draft, mesh_lib.make_mesh(2, 2))
+    assert found == expected
+    assert all(w.sharding.is_fully_replicated for w in engine._weights[1])
+    assert not all(w.sharding.is_fully_replicated for w in engine._weights[0])
 
 
 def test_a_mesh_larger_than_the_machine_is_refused():

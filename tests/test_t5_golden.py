@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from flax import nnx
 from numpy_t5 import numpy_twin
+from programmable import tensors_of
 
-from tpuspec.huggingface import import_huggingface, parameter_names
+from tpuspec.huggingface import import_huggingface
 from tpuspec.kv_cache import DecoderCache
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -82,7 +83,7 @@ def test_encoder_states_and_teacher_forced_logits_agree(golden):
 
 
 def test_the_float64_oracle_lies_as_far_from_the_file_as_we_do(golden):
-    oracle = numpy_twin(golden.model, parameter_names(golden.config))
+    oracle = numpy_twin(golden.model, tensors_of(golden.model))
     exact = np.stack([
         oracle.logits(source[:length], target)
         for source, length, target in zip(

@@ -10,12 +10,20 @@ import numpy_t5
 import pytest
 from flax import nnx
 from numpy_t5 import numpy_twin
-from programmable import anti, chain, chain_config, count, fixed, rand, spell
+from programmable import (
+    anti,
+    chain,
+    chain_config,
+    count,
+    fixed,
+    rand,
+    recast,
+    spell,
+    tensors_of,
+)
 from tiny_vocabularies import uni_vocabulary
 
-from tpuspec.checkpoint import AbstractModel, named_parameters
 from tpuspec.config import Activation, T5Config
-from tpuspec.huggingface import parameter_names
 from tpuspec.kv_cache import DecoderCache
 from tpuspec.t5 import T5
 from tpuspec.t5_layers import relative_buckets
@@ -65,13 +73,8 @@ def cached(model: T5, source, lengths, target, *, source_positions: int, positio
         jnp.asarray(lengths, jnp.int32), jnp.asarray(target), jnp.asarray(starts)))
 
 
-def recast(model: T5, dtype) -> T5:
-    return AbstractModel(model.config, dtype).build(
-        {name: w.astype(dtype) for name, w in named_parameters(model).items()})
-
-
 def oracle(model: T5) -> numpy_t5.NumpyT5:
-    return numpy_twin(model, parameter_names(model.config))
+    return numpy_twin(model, tensors_of(model))
 
 
 @pytest.mark.parametrize("bidirectional, first", [

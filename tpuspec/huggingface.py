@@ -62,45 +62,55 @@ def import_huggingface(directory: str | os.PathLike[str], *, dtype: jnp.dtype | 
             raise ValueError("the weights are float16, in which T5 overflows: ask for "
                              "dtype float32 or bfloat16")
     abstract = AbstractModel(config, dtype, shardings)
-    names = parameter_names(config) | {"embedding": embedding}
+    names = parameter_names(config) | {"embedding": (embedding,)}
     ignored = {*_EMBEDDINGS, _UNUSED} - {embedding} | ({_HEAD} if tied else set())
     check_leaves({n: tensors.shapes[n] for n in tensors.shapes if n not in ignored},
-                 {names[n]: leaf.shape for n, leaf in abstract.leaves.items()}, str(path))
-    model = abstract.build({
-        name: jax.device_put(tensors.read(names[name]).astype(leaf.dtype), leaf.sharding)
-        for name, leaf in abstract.leaves.items()})
+                 {part: leaf.shape[-2:] for n, leaf in abstract.leaves.items()
+                  for part in names[n]}, str(path))
+
+    def read(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        parts = [tensors.read(part).astype(leaf.dtype) for part in names[name]]
+        return jax.device_put(np.stack(parts) if len(leaf.shape) == 3 else parts[0],
+                              leaf.sharding)
+
+    model = abstract.build({name: read(name, leaf) for name, leaf in abstract.leaves.items()})
     vocabulary = Vocabulary.load(path) if (path / MODEL_FILE).is_file() else None
     return LoadedModel(model=model, config=config, vocabulary=vocabulary,
                        provenance={"imported_from": path.name, "layout": "huggingface"})
 
 
-def parameter_names(config: T5Config) -> dict[str, str]:
-    """Our dotted parameter name -> the tensor's name in the Hugging Face layout."""
-    names = {"embedding": _EMBEDDINGS[0]}
+def parameter_names(config: T5Config) -> dict[str, tuple[str, ...]]:
+    """Our dotted parameter name -> the tensors in the Hugging Face layout that are
+    its parts, in order along its first axis."""
+    names = {"embedding": _EMBEDDINGS[:1]}
     if not config.tie_word_embeddings:
-        names["lm_head.weight"] = _HEAD
-    wide = {"wi_0": "wi_0", "wi_1": "wi_1"} if config.activation.gated else {"wi_0": "wi"}
+        names["lm_head.weight"] = (_HEAD,)
+    wide = ("wi_0", "wi_1") if config.activation.gated else ("wi",)
+    own, cross = ("qkv", "o"), ("q", "kv", "o")  # a letter is a tensor of theirs
     stacks = {
-        "encoder": (config.num_layers, [("attention", "SelfAttention")]),
-        "decoder": (config.num_decoder_layers, [("self_attention", "SelfAttention"),
-                                                ("cross_attention", "EncDecAttention")])}
+        "encoder": (config.num_layers, [("attention", "SelfAttention", own)]),
+        "decoder": (config.num_decoder_layers, [
+            ("self_attention", "SelfAttention", own),
+            ("cross_attention", "EncDecAttention", cross)])}
     for stack, (layers, attentions) in stacks.items():
-        names[f"{stack}_norm.weight"] = f"{stack}.final_layer_norm.weight"
+        names[f"{stack}_norm.weight"] = (f"{stack}.final_layer_norm.weight",)
         for i in range(layers):
             ours, theirs = f"{stack}_layers.{i}.", f"{stack}.block.{i}.layer."
-            for j, (attention, class_name) in enumerate(attentions):
-                for x in "qkvo":
-                    names[f"{ours}{attention}.{x}.weight"] = f"{theirs}{j}.{class_name}.{x}.weight"
+            for j, (attention, class_name, maps) in enumerate(attentions):
+                for letters in maps:
+                    names[f"{ours}{attention}.{letters}.weight"] = tuple(
+                        f"{theirs}{j}.{class_name}.{letter}.weight" for letter in letters)
                 norm = attention.removesuffix("attention") + "norm"
                 norm = "attention_norm" if norm == "norm" else norm
-                names[f"{ours}{norm}.weight"] = f"{theirs}{j}.layer_norm.weight"
+                names[f"{ours}{norm}.weight"] = (f"{theirs}{j}.layer_norm.weight",)
             last = f"{theirs}{len(attentions)}."
-            for x, their_x in (wide | {"wo": "wo"}).items():
-                names[f"{ours}mlp.{x}.weight"] = f"{last}DenseReluDense.{their_x}.weight"
-            names[f"{ours}mlp_norm.weight"] = f"{last}layer_norm.weight"
+            for name, parts in (("wi", wide), ("wo", ("wo",))):
+                names[f"{ours}mlp.{name}.weight"] = tuple(
+                    f"{last}DenseReluDense.{part}.weight" for part in parts)
+            names[f"{ours}mlp_norm.weight"] = (f"{last}layer_norm.weight",)
             if i == 0 or config.per_layer_relative_bias:
                 names[f"{stack}_bias.{i}.weight"] = (
-                    f"{theirs}0.SelfAttention.relative_attention_bias.weight")
+                    f"{theirs}0.SelfAttention.relative_attention_bias.weight",)
     return names
 
 

@@ -24,8 +24,9 @@ class DecoderCache:
     """Keys and values of one model for all slots, one array a layer.
 
     Attributes:
-      self_k, self_v: L arrays [B, T, N, H] of decoder positions.
-      cross_k, cross_v: L arrays [B, S, N, H] of source positions, written once
+      self_k, self_v: L arrays [B, N, T, H] of decoder positions. Heads come first,
+        so that a product over one head's positions reads memory in order.
+      cross_k, cross_v: L arrays [B, N, S, H] of source positions, written once
         per request.
     """
 
@@ -40,7 +41,7 @@ class DecoderCache:
         """Memory: 2 L slots (positions + source_positions) N H elements."""
 
         def layers(length: int) -> tuple[jax.Array, ...]:
-            shape = (slots, length, config.num_heads, config.d_kv)
+            shape = (slots, config.num_heads, length, config.d_kv)
             return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_decoder_layers))
 
         return cls(self_k=layers(positions), self_v=layers(positions),
@@ -49,13 +50,13 @@ class DecoderCache:
     def limit_source(self, positions: int) -> "DecoderCache":
         """A view whose cross-attention reads only the first source positions."""
         def cut(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            return tuple(a[:, :positions] for a in arrays)
+            return tuple(a[:, :, :positions] for a in arrays)
         return dataclasses.replace(self, cross_k=cut(self.cross_k), cross_v=cut(self.cross_v))
 
     def insert_source(self, slot: Int[Array, ""],
                       keys_values: tuple[tuple[jax.Array, jax.Array], ...],
                       ) -> "DecoderCache":
-        """Gives the slot to a request with cross K/V of L pairs [1, S', N, H], S' <= S.
+        """Gives the slot to a request with cross K/V of L pairs [1, N, S', H], S' <= S.
 
         Everything else of the slot becomes 0: masked positions weigh 0, but a NaN
         left by an earlier tenant would pass through a product with 0.
@@ -63,8 +64,8 @@ class DecoderCache:
         def fill(buffers: tuple[jax.Array, ...], rows: list[jax.Array]) -> tuple[jax.Array, ...]:
             filled = []
             for buffer, row in zip(buffers, rows, strict=True):
-                rest = buffer.shape[1] - row.shape[1]
-                row = jnp.pad(row, ((0, 0), (0, rest), (0, 0), (0, 0)))
+                rest = buffer.shape[2] - row.shape[2]
+                row = jnp.pad(row, ((0, 0), (0, 0), (0, rest), (0, 0)))
                 filled.append(lax.dynamic_update_slice(buffer, row, (slot, 0, 0, 0)))
             return tuple(filled)
 
@@ -75,14 +76,14 @@ class DecoderCache:
             cross_v=fill(self.cross_v, [v for _, v in keys_values]))
 
 
-def write_window(buffer_BTNH: Float[Array, "B T N H"], new_BGNH: Float[Array, "B G N H"],
-                 start_B: Int[Array, " B"]) -> Float[Array, "B T N H"]:
+def write_window(buffer_BNTH: Float[Array, "B N T H"], new_BNGH: Float[Array, "B N G H"],
+                 start_B: Int[Array, " B"]) -> Float[Array, "B N T H"]:
     """Writes rows ``start .. start + G`` of every slot in place.
 
     The buffer must hold ``start + G`` rows: JAX would silently shift a window
     that overhangs the end. Engines therefore keep draft_length + 1 spare rows.
     """
-    if buffer_BTNH.shape[0] == 1:
-        return lax.dynamic_update_slice(buffer_BTNH, new_BGNH, (0, start_B[0], 0, 0))
-    return jax.vmap(lambda b, n, s: lax.dynamic_update_slice(b, n, (s, 0, 0)))(
-        buffer_BTNH, new_BGNH, start_B)
+    if buffer_BNTH.shape[0] == 1:
+        return lax.dynamic_update_slice(buffer_BNTH, new_BNGH, (0, 0, start_B[0], 0))
+    return jax.vmap(lambda b, n, s: lax.dynamic_update_slice(b, n, (0, s, 0)))(
+        buffer_BNTH, new_BNGH, start_B)

@@ -13,7 +13,8 @@ from tpuspec.decode_state import DecodeState
 from tpuspec.kv_cache import DecoderCache
 
 DATA, MODEL = "data", "model"
-RULES = {"vocab": MODEL, "heads": MODEL, "mlp": MODEL, "embed": None, "buckets": None}
+RULES = {"vocab": MODEL, "heads": MODEL, "mlp": MODEL, "embed": None, "buckets": None,
+         "parts": None}
 
 
 def make_mesh(data: int = 1, model: int = 1) -> Mesh:
@@ -52,7 +53,7 @@ def state_shardings(state: DecodeState, target: T5Config, draft: T5Config | None
 
     def cache(tree: DecoderCache, config: T5Config) -> DecoderCache:
         heads = MODEL if divides(config, mesh) else None
-        sharding = NamedSharding(mesh, PartitionSpec(DATA, None, heads, None))
+        sharding = NamedSharding(mesh, PartitionSpec(DATA, heads, None, None))
         return jax.tree.map(lambda _: sharding, tree)
 
     rows = NamedSharding(mesh, PartitionSpec(DATA))

@@ -12,11 +12,12 @@ from tpuspec.config import T5Config
 from tpuspec.kv_cache import DecoderCache, write_window
 from tpuspec.t5_layers import (
     MASKED,
-    Attention,
+    CrossAttention,
     FeedForward,
     Linear,
     RelativeBias,
     RMSNorm,
+    SelfAttention,
     matmul_out_in,
 )
 
@@ -34,14 +35,13 @@ class EncoderLayer(nnx.Module):
     def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         norm = dict(epsilon=config.layer_norm_epsilon, dtype=dtype)
         self.attention_norm = RMSNorm(config.d_model, **norm)
-        self.attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.attention = SelfAttention(config, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(config.d_model, **norm)
         self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
 
     def __call__(self, x_BSD: jax.Array, bias: jax.Array, drop: Drop) -> jax.Array:
-        h = self.attention_norm(x_BSD)
-        k, v = self.attention.keys_values(h)
-        x = x_BSD + drop(self.attention.attend(self.attention.queries(h), k, v, bias))
+        q, k, v = self.attention.queries_keys_values(self.attention_norm(x_BSD))
+        x = x_BSD + drop(self.attention.attend(q, k, v, bias))
         return x + drop(self.mlp(self.mlp_norm(x)))
 
 
@@ -51,9 +51,9 @@ class DecoderLayer(nnx.Module):
     def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         norm = dict(epsilon=config.layer_norm_epsilon, dtype=dtype)
         self.self_norm = RMSNorm(config.d_model, **norm)
-        self.self_attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.self_attention = SelfAttention(config, dtype=dtype, rngs=rngs)
         self.cross_norm = RMSNorm(config.d_model, **norm)
-        self.cross_attention = Attention(config, dtype=dtype, rngs=rngs)
+        self.cross_attention = CrossAttention(config, dtype=dtype, rngs=rngs)
         self.mlp_norm = RMSNorm(config.d_model, **norm)
         self.mlp = FeedForward(config, dtype=dtype, rngs=rngs)
 
@@ -62,14 +62,12 @@ class DecoderLayer(nnx.Module):
                  start_B: jax.Array | None, drop: Drop) -> tuple[jax.Array, KeysValues]:
         """``cached`` None: the window is the whole sequence (teacher forcing)."""
         with jax.named_scope("self_attention"):
-            h = self.self_norm(x_BGD)
-            k, v = self.self_attention.keys_values(h)
+            q, k, v = self.self_attention.queries_keys_values(self.self_norm(x_BGD))
             if cached is not None:
                 assert start_B is not None
                 k = write_window(cached[0], k, start_B)
                 v = write_window(cached[1], v, start_B)
-            x = x_BGD + drop(self.self_attention.attend(
-                self.self_attention.queries(h), k, v, bias))
+            x = x_BGD + drop(self.self_attention.attend(q, k, v, bias))
         with jax.named_scope("cross_attention"):
             queries = self.cross_attention.queries(self.cross_norm(x))
             x = x + drop(self.cross_attention.attend(queries, *cross, cross_bias))
@@ -129,7 +127,7 @@ class T5(nnx.Module):
         return drop(self.encoder_norm(x))
 
     def cross_keys_values(self, encoded_BSD: Float[Array, "B S D"]) -> tuple[KeysValues, ...]:
-        """L pairs [B, S, N, H]: computed once per request, never per step."""
+        """L pairs [B, N, S, H]: computed once per request, never per step."""
         return tuple(layer.cross_attention.keys_values(encoded_BSD)
                      for layer in self.decoder_layers)
 
@@ -143,7 +141,7 @@ class T5(nnx.Module):
         written in place. Every position attends to all positions before it in the
         cache and in the window.
         """
-        positions_T = jnp.arange(cache.self_k[0].shape[1])
+        positions_T = jnp.arange(cache.self_k[0].shape[2])
         positions_BG = start_B[:, None] + jnp.arange(tokens_BG.shape[1])[None, :]
         distance = positions_BG[:, :, None] - positions_T[None, None, :]
         x, written = self._decode(
@@ -174,7 +172,7 @@ class T5(nnx.Module):
         # distance [B or 1, G, T] = query position - key position; the future is masked.
         causal = jnp.where(distance >= 0, 0.0, MASKED)[:, None]
         biases = [jnp.swapaxes(table(distance), 0, 1) + causal for table in self.decoder_bias]
-        cross_bias = length_mask(source_lengths_B, cross[0][0].shape[1])
+        cross_bias = length_mask(source_lengths_B, cross[0][0].shape[2])
         x = drop(self._embed(tokens_BG))
         written = []
         for i, layer in enumerate(self.decoder_layers):

@@ -8,6 +8,7 @@ relative bias that depends on the distance only.
 """
 
 import math
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,9 @@ from jax import lax
 
 from tpuspec.config import Activation, T5Config
 
-# Below this many rows the weights go first in the product: one streaming pass
-# over W [out, in] whatever the number of rows.
-_FEW_ROWS = 64
+# Up to this many rows XLA's CPU backend is faster when the product is written as
+# what it is: one streaming pass over W [out, in] whatever the number of rows.
+_FEW_ROWS = 32
 
 MASKED = -1e30  # added to float32 attention logits; finite, so empty rows stay finite
 
@@ -31,15 +32,38 @@ def precision_of(dtype: jnp.dtype) -> lax.Precision | None:
 
 def matmul_out_in(x: jax.Array, weight: jax.Array, *,
                   preferred: jnp.dtype | None = None) -> jax.Array:
-    """x Wᵀ over the last axis of ``x``, with ``weight`` stored [out, in]."""
+    """x Wᵀ over the last axis of ``x``, with ``weight`` stored [*parts, out, in].
+
+    Returns [*x.shape[:-1], *parts, out].
+
+    A verify pass has γ+1 rows, and XLA's CPU backend is slow at products of few
+    rows: written as a sum of products they take two thirds of the time or less
+    (float32, 4 and 8 rows, weights of 0.25 to 11 MB, 2 cores).
+    """
     preferred = preferred or x.dtype
-    options = dict(preferred_element_type=preferred, precision=precision_of(x.dtype))
     rows = math.prod(x.shape[:-1])
-    if rows > _FEW_ROWS:
-        return lax.dot_general(x, weight, (((x.ndim - 1,), (1,)), ((), ())), **options)
-    flat = x.reshape(rows, x.shape[-1])
-    out = lax.dot_general(weight, flat, (((1,), (1,)), ((), ())), **options)
-    return out.T.reshape(*x.shape[:-1], weight.shape[0])
+    streamed = rows <= _FEW_ROWS and not (rows == 1 and x.dtype == jnp.float32)
+
+    def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return lax.dot_general(x, weight, (((1,), (weight.ndim - 1,)), ((), ())),
+                               preferred_element_type=preferred,
+                               precision=precision_of(x.dtype))
+
+    def on_cpu(x: jax.Array, weight: jax.Array) -> jax.Array:
+        flat = weight.reshape(-1, weight.shape[-1])  # a product with parts would copy them
+        if streamed:
+            products = flat[:, None, :].astype(jnp.float32) * x[None, :, :].astype(jnp.float32)
+            y = jnp.sum(products, axis=-1).T.astype(preferred)
+        else:
+            y = product(x, flat)
+        return y.reshape(rows, *weight.shape[:-1])
+
+    x_RI = x.reshape(rows, x.shape[-1])
+    if streamed or weight.ndim > 2:
+        y = lax.platform_dependent(x_RI, weight, cpu=on_cpu, default=product)
+    else:
+        y = product(x_RI, weight)
+    return y.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
 class Linear(nnx.Module):
@@ -53,6 +77,23 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return matmul_out_in(x, self.weight[...])
+
+
+class Linears(nnx.Module):
+    """Linear maps that read the same x, in one product: weights [parts, out, in]."""
+
+    def __init__(self, in_dim: int, out_dim: int, *, logical: tuple[str, str],
+                 stds: Sequence[float], dtype: jnp.dtype, rngs: nnx.Rngs):
+        shape = (len(stds), out_dim, in_dim)
+        self.weight = nnx.Param(
+            jnp.asarray(stds, dtype)[:, None, None] * jax.random.normal(
+                rngs.params(), shape, dtype),
+            logical=("parts", *logical))
+
+    def __call__(self, x: jax.Array) -> list[jax.Array]:
+        """One result for each part."""
+        y = matmul_out_in(x, self.weight[...])
+        return [y[..., part, :] for part in range(y.shape[-2])]
 
 
 class RMSNorm(nnx.Module):
@@ -124,40 +165,99 @@ class RelativeBias(nnx.Module):
         return jnp.take(self.by_distance(), index, axis=1)
 
 
+def _of_one_row(rows: int, cpu: Callable[[jax.Array, jax.Array], jax.Array],
+                default: Callable[[jax.Array, jax.Array], jax.Array],
+                *arrays: jax.Array) -> jax.Array:
+    """XLA's CPU backend copies a whole cache, twice, before a product of one row with
+    what was just written to it; a sum of products reads it in place."""
+    if rows == 1:
+        return lax.platform_dependent(*arrays, cpu=cpu, default=default)
+    return default(*arrays)
+
+
+def attention_logits(q_BNGH: jax.Array, k_BNTH: jax.Array) -> jax.Array:
+    """[B, N, G, T] float32."""
+    def as_sum(q: jax.Array, k: jax.Array) -> jax.Array:
+        products = q.astype(jnp.float32) * k.astype(jnp.float32)
+        return jnp.sum(products, axis=-1)[:, :, None, :]
+
+    def as_product(q: jax.Array, k: jax.Array) -> jax.Array:
+        return jnp.einsum("bngh,bnth->bngt", q, k, preferred_element_type=jnp.float32,
+                          precision=precision_of(q.dtype))
+
+    return _of_one_row(q_BNGH.shape[2], as_sum, as_product, q_BNGH, k_BNTH)
+
+
+def attention_mix(weights_BNGT: jax.Array, v_BNTH: jax.Array) -> jax.Array:
+    """[B, N, G, H] in the dtype of v."""
+    def as_sum(weights: jax.Array, v: jax.Array) -> jax.Array:
+        products = weights[:, :, 0, :, None].astype(jnp.float32) * v.astype(jnp.float32)
+        return jnp.sum(products, axis=2)[:, :, None, :].astype(v.dtype)
+
+    def as_product(weights: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.einsum("bngt,bnth->bngh", weights, v, precision=precision_of(v.dtype))
+
+    return _of_one_row(weights_BNGT.shape[2], as_sum, as_product, weights_BNGT, v_BNTH)
+
+
 class Attention(nnx.Module):
-    """Multi-head attention; the caller brings bias and mask, so that one module
-    serves encoder, decoder and cross-attention."""
+    """What self- and cross-attention share; the caller brings bias and mask."""
 
     def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
-        d_model, inner, head = config.d_model, config.inner_dim, config.d_kv
-        reader = dict(logical=("heads", "embed"), dtype=dtype, rngs=rngs)
-        self.q = Linear(d_model, inner, std=(d_model * head) ** -0.5, **reader)
-        self.k = Linear(d_model, inner, std=d_model**-0.5, **reader)
-        self.v = Linear(d_model, inner, std=d_model**-0.5, **reader)
-        self.o = Linear(inner, d_model, std=inner**-0.5, logical=("embed", "heads"),
-                        dtype=dtype, rngs=rngs)
+        self.o = Linear(config.inner_dim, config.d_model, std=config.inner_dim**-0.5,
+                        logical=("embed", "heads"), dtype=dtype, rngs=rngs)
         self.num_heads = config.num_heads
 
-    def _split(self, x: jax.Array) -> jax.Array:
-        return x.reshape(*x.shape[:-1], self.num_heads, -1)
+    def heads(self, x_BGI: jax.Array) -> jax.Array:
+        """[B, N, G, H]."""
+        return jnp.swapaxes(x_BGI.reshape(*x_BGI.shape[:2], self.num_heads, -1), 1, 2)
 
-    def queries(self, x_BGD: jax.Array) -> jax.Array:
-        return self._split(self.q(x_BGD))
-
-    def keys_values(self, x_BTD: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return self._split(self.k(x_BTD)), self._split(self.v(x_BTD))
-
-    def attend(self, q_BGNH: jax.Array, k_BTNH: jax.Array, v_BTNH: jax.Array,
+    def attend(self, q_BNGH: jax.Array, k_BNTH: jax.Array, v_BNTH: jax.Array,
                bias: jax.Array) -> jax.Array:
         """Args: bias broadcasts to [B, N, G, T] float32 and holds the mask."""
-        logits = jnp.einsum("bgnh,btnh->bngt", q_BGNH, k_BTNH,
-                            preferred_element_type=jnp.float32,
-                            precision=precision_of(q_BGNH.dtype))
+        logits = attention_logits(q_BNGH, k_BNTH)
         logits = logits + jnp.broadcast_to(bias, logits.shape)
-        weights = jax.nn.softmax(logits, axis=-1).astype(v_BTNH.dtype)
-        mixed = jnp.einsum("bngt,btnh->bgnh", weights, v_BTNH,
-                           precision=precision_of(v_BTNH.dtype))
+        weights = jax.nn.softmax(logits, axis=-1).astype(v_BNTH.dtype)
+        mixed = jnp.swapaxes(attention_mix(weights, v_BNTH), 1, 2)
         return self.o(mixed.reshape(*mixed.shape[:2], -1))
+
+
+def _reader_stds(config: T5Config) -> tuple[float, float, float]:
+    """Of q, k, v: attention has no 1/sqrt(H), so q starts smaller."""
+    return ((config.d_model * config.d_kv) ** -0.5, config.d_model**-0.5, config.d_model**-0.5)
+
+
+class SelfAttention(Attention):
+    """Queries, keys and values of the same states."""
+
+    def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        super().__init__(config, dtype=dtype, rngs=rngs)
+        self.qkv = Linears(config.d_model, config.inner_dim, stds=_reader_stds(config),
+                           logical=("heads", "embed"), dtype=dtype, rngs=rngs)
+
+    def queries_keys_values(self, x_BGD: jax.Array) -> list[jax.Array]:
+        """Three [B, N, G, H]."""
+        return [self.heads(part) for part in self.qkv(x_BGD)]
+
+
+class CrossAttention(Attention):
+    """Queries of the decoder's states, keys and values of the encoder's."""
+
+    def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
+        super().__init__(config, dtype=dtype, rngs=rngs)
+        q_std, *kv_stds = _reader_stds(config)
+        reader = dict(logical=("heads", "embed"), dtype=dtype, rngs=rngs)
+        self.q = Linear(config.d_model, config.inner_dim, std=q_std, **reader)
+        self.kv = Linears(config.d_model, config.inner_dim, stds=kv_stds, **reader)
+
+    def queries(self, x_BGD: jax.Array) -> jax.Array:
+        """[B, N, G, H]."""
+        return self.heads(self.q(x_BGD))
+
+    def keys_values(self, encoded_BSD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Two [B, N, S, H]."""
+        k, v = self.kv(encoded_BSD)
+        return self.heads(k), self.heads(v)
 
 
 class FeedForward(nnx.Module):
@@ -165,15 +265,15 @@ class FeedForward(nnx.Module):
 
     def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         d_model, d_ff = config.d_model, config.d_ff
-        wide = dict(logical=("mlp", "embed"), std=d_model**-0.5, dtype=dtype, rngs=rngs)
-        self.wi_0 = Linear(d_model, d_ff, **wide)
-        self.wi_1 = Linear(d_model, d_ff, **wide) if config.activation.gated else None
+        parts = 2 if config.activation.gated else 1  # of a gated one the gate comes first
+        self.wi = Linears(d_model, d_ff, stds=[d_model**-0.5] * parts,
+                          logical=("mlp", "embed"), dtype=dtype, rngs=rngs)
         self.wo = Linear(d_ff, d_model, std=d_ff**-0.5, logical=("embed", "mlp"),
                          dtype=dtype, rngs=rngs)
         self.activation = config.activation
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        hidden = self.wi_0(x)
+        hidden, *linear = self.wi(x)
         match self.activation:
             case Activation.RELU:
                 return self.wo(jax.nn.relu(hidden))
@@ -181,5 +281,4 @@ class FeedForward(nnx.Module):
                 hidden = jax.nn.gelu(hidden, approximate=True)
             case Activation.GATED_SILU:
                 hidden = jax.nn.silu(hidden)
-        assert self.wi_1 is not None
-        return self.wo(hidden * self.wi_1(x))
+        return self.wo(hidden * linear[0])
