@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -16,15 +17,17 @@ from tpuspec.t5 import T5
 
 TINY = EngineConfig(slots=4, source_buckets=(8,), max_target_length=32, draft_lengths=(0, 4),
                     draft_length=4)
+LONG = EngineConfig(slots=4, source_buckets=(8,), max_target_length=32, draft_lengths=(0, 8),
+                    draft_length=8)
 SMALL = EngineConfig(slots=4, source_buckets=(8, 64), max_target_length=32,
                      draft_lengths=(0, 1, 4), draft_length=4)
 
 
 @functools.cache
 def _compiled(target: T5Config, draft: T5Config | None, config: EngineConfig,
-              vocabulary_size: int) -> Engine:
+              vocabulary_size: int, dtype: str) -> Engine:
     def empty(config: T5Config) -> T5:
-        return T5(config, rngs=nnx.Rngs(0))
+        return T5(config, dtype=dtype, rngs=nnx.Rngs(0))
 
     engine = Engine(empty(target), empty(draft) if draft else None, config,
                     vocabulary_size=vocabulary_size)
@@ -37,10 +40,11 @@ def engine_with(target: T5, draft: T5 | None, config: EngineConfig = SMALL,
     """A warm engine with these weights and no memory of earlier ones."""
     draft_config = draft.config if draft is not None else None
     size = vocabulary_size or min(m.config.vocab_size for m in (target, draft) if m is not None)
-    engine = _compiled(target.config, draft_config, config, size)
+    engine = _compiled(target.config, draft_config, config, size,
+                       target.embedding[...].dtype.name)
     engine._tenants.clear()
-    engine._target_params = nnx.split(target)[1]
-    engine._draft_params = nnx.split(draft)[1] if draft is not None else None
+    engine._weights = [jax.tree.leaves(nnx.split(model)[1])
+                       for model in (target, draft) if model is not None]
     engine._state = engine._empty_state(target, draft)
     return engine
 

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engines import SMALL, TINY, Job, engine_with, run, solo
+from engines import LONG, SMALL, TINY, Job, engine_with, run, solo
 from flax import nnx
-from programmable import anti, count, fixed, rand
+from programmable import anti, count, fixed, rand, recast
 
 from tpuspec.config import EngineConfig
 from tpuspec.decode_state import FinishReason
@@ -62,17 +62,17 @@ def test_rows_end_at_different_places_of_one_batch():
     (8, 5, [3, 4, 5, 6, 7], FinishReason.LENGTH)])
 def test_the_earliest_of_stop_and_length_cap_wins(eos, cap, ids, finish):
     model = count()
-    for k in (0, 1, 4):
-        result = solo(engine_with(model, model),
+    for k in range(9):
+        result = solo(engine_with(model, model, LONG),
                       Job(eos_ids=(eos,), max_new_tokens=cap, draft_length=k))
         assert (result.ids, result.finish) == (ids, finish)
 
 
 def test_budget_never_goes_negative_near_the_limit():
     model = count()
-    engine = engine_with(model, model)
-    limit = SMALL.max_target_length
-    for k in (0, 1, 4):
+    engine = engine_with(model, model, LONG)
+    limit = LONG.max_target_length
+    for k in range(9):
         results = run(engine, [Job(max_new_tokens=m, eos_ids=(), draft_length=k)
                                for m in (limit - 1, limit, limit, 1)])
         assert [len(r.ids) for r in results] == [limit - 1, limit, limit, 1]
@@ -82,10 +82,10 @@ def test_budget_never_goes_negative_near_the_limit():
                       draft_length=0)
 
 
-@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize("k", range(9))
 def test_no_eos_or_several(k):
     model = count({6: 1, 1: 9})
-    engine = engine_with(model, model)
+    engine = engine_with(model, model, LONG)
     ends = {(): [3, 4, 5, 6, 1, 9, 10, 11], (1,): [3, 4, 5, 6, 1], (9,): [3, 4, 5, 6, 1, 9],
             (1, 9): [3, 4, 5, 6, 1]}
     for eos_ids, ids in ends.items():
@@ -347,13 +347,26 @@ def test_nothing_compiles_after_warm_up():
     assert engine.compilations == before
 
 
+@pytest.mark.parametrize("slots", [1, 4])
+def test_in_bfloat16_greedy_output_does_not_depend_on_the_draft_length(slots):
+    """Every target pass has one width, so plain decoding computes what a verify pass does."""
+    target = recast(rand(0, **RAND), jnp.bfloat16)
+    draft = recast(rand_draft("noisy"), jnp.bfloat16)
+    engine = engine_with(target, draft, dataclasses.replace(TINY, slots=slots))
+    for job in rand_jobs(4, max_new_tokens=TINY.max_target_length):
+        job = dataclasses.replace(job, source=job.source[-8:])
+        ran = [solo(engine, dataclasses.replace(job, draft_length=k)) for k in (0, 2, 4)]
+        assert [r.ids for r in ran[1:]] == [ran[0].ids] * 2
+        assert ran[2].stats.accepted > 0
+
+
 def test_buffers_are_donated_not_copied():
     engine = engine_with(rand(0, **RAND), rand_draft("noisy"))
     engine.insert(0, [1], sampling=GREEDY, seed=0, max_new_tokens=8, eos_ids=(), draft_length=4)
     buffer = engine._state.target_cache.self_k[0]
     engine.step().read()
     assert buffer.is_deleted()
-    assert not engine._target_params.decoder_layers[0].mlp.wo.weight[...].is_deleted()
+    assert not any(weight.is_deleted() for model in engine._weights for weight in model)
 
 
 def test_warm_up_measures_every_rung_and_says_how():

@@ -62,7 +62,8 @@ def warped(table: np.ndarray, temperature: float, top_k: int, top_p: float) -> n
 
 @functools.cache
 def runner(draft_length: int, batch: int, groups: int):
-    """(target params, draft params, sampling) -> tokens [groups * batch, LENGTH]."""
+    """(target params, draft params, sampling) -> tokens and their places in the block of
+    the step they came from, both [groups * batch, LENGTH]."""
     graph = nnx.split(chain(P_CHAIN))[0]
 
     @jax.jit
@@ -85,26 +86,33 @@ def runner(draft_length: int, batch: int, groups: int):
             def turn(carry, _):
                 state, out, filled = carry
                 state, output = step(target, draft, state, draft_length=draft_length,
-                                     source_positions=1, vocabulary_size=V)
-                index = filled[:, None] + jnp.arange(draft_length + 1)[None, :]
-                valid = jnp.arange(draft_length + 1)[None, :] < output.num_tokens[:, None]
-                index = jnp.where(valid, index, LENGTH + 100)
-                out = out.at[jnp.arange(batch)[:, None], index].set(output.tokens, mode="drop")
+                                     target_width=draft_length + 1, source_positions=1,
+                                     vocabulary_size=V)
+                place = jnp.broadcast_to(jnp.arange(draft_length + 1), output.tokens.shape)
+                index = jnp.where(place < output.num_tokens[:, None], filled[:, None] + place,
+                                  LENGTH + 100)
+                out = out.at[jnp.arange(batch)[:, None], index].set(
+                    jnp.stack([output.tokens, place], axis=-1), mode="drop")
                 return (state, out, filled + output.num_tokens), None
 
-            start = (state, jnp.zeros((batch, LENGTH), jnp.int32), jnp.zeros(batch, jnp.int32))
+            start = (state, jnp.zeros((batch, LENGTH, 2), jnp.int32), jnp.zeros(batch, jnp.int32))
             (_, out, _), _ = lax.scan(turn, start, None, length=LENGTH)
             return out
 
         # Independent engines of ``batch`` slots each, side by side: fast on a CPU.
         outputs = jax.vmap(group)(jnp.arange(groups, dtype=jnp.uint32))
-        return outputs.reshape(groups * batch, LENGTH)
+        return jnp.moveaxis(outputs.reshape(groups * batch, LENGTH, 2), -1, 0)
 
     return run
 
 
-def sample(target, draft, draft_length, batch, temperature=1.0, top_k=0, top_p=1.0,
-           outputs=4000) -> np.ndarray:
+def sample(*args, **kwargs) -> np.ndarray:
+    """Tokens of ``sample_with_places``."""
+    return sample_with_places(*args, **kwargs)[0]
+
+
+def sample_with_places(target, draft, draft_length, batch, temperature=1.0, top_k=0, top_p=1.0,
+                       outputs=4000) -> np.ndarray:
     sampling = SlotSampling(temperature_B=jnp.full(batch, temperature, jnp.float32),
                             top_k_B=jnp.full(batch, top_k, jnp.int32),
                             top_p_B=jnp.full(batch, top_p, jnp.float32))
@@ -170,6 +178,23 @@ def test_q_in_the_accept_ratio_is_the_distribution_the_draft_was_sampled_from(
         assert not (tokens == 7).any()
 
 
+def test_every_place_in_a_block_has_the_targets_frequencies():
+    """First and later places, the bonus, and what follows a rejection, apart."""
+    target, draft = (fixed(x, V) for x in (P_FIXED, Q_FIXED))
+    γ = 4
+    tokens, places = sample_with_places(target, draft, γ, 4, outputs=20_000)
+    before, after = places[:, :-1], places[:, 1:]
+    groups = {"first": places == 0, "later": (places > 0) & (places < γ), "bonus": places == γ}
+    follows = np.zeros_like(groups["first"])
+    follows[:, 1:] = (after == 0) & (before < γ)
+    for name, chosen in (groups | {"after a rejection": follows}).items():
+        found = np.bincount(tokens[chosen], minlength=V)
+        assert found.sum() > 10_000, name
+        expected = np.array([P_FIXED.get(i, 0.0) for i in range(V)])
+        assert pvalue(found, expected) > 1e-4, name
+        np.testing.assert_allclose(found / found.sum(), expected, atol=0.015, err_msg=name)
+
+
 def test_greedy_is_the_targets_argmax_and_never_the_drafts_favourite():
     target = fixed({5: 0.40, 6: 0.45, 7: 0.15}, V)
     draft = fixed({5: 0.38, 6: 0.32, 7: 0.30}, V)
@@ -181,33 +206,21 @@ def test_greedy_ties_are_broken_alike_everywhere():
     assert (sample(target, fixed({6: 1.0}, V), 4, 4, temperature=0.0) == 5).all()
 
 
-def test_a_greedy_accept_rule_on_sampled_drafts_would_be_seen(monkeypatch):
-    """The harness catches a broken sampler: raw p/q ≥ 1/2 in place of the coin."""
-    correct = acceptance.accept
-
-    def broken(drafts, q, p, limit, coins, next_coins):
-        return correct(drafts, q, p, limit, jnp.full_like(coins, 0.5), next_coins)
-
-    monkeypatch.setattr("tpuspec.speculative_step.accept", broken)
-    runner.cache_clear()
-    try:
-        tokens = sample(chain(P_CHAIN), chain(Q_CHAIN), 4, 4)
-    finally:
-        runner.cache_clear()
-    assert check(tokens, P_CHAIN) < 1e-12
+def _half_in_place_of_the_coin(drafts, q, p, limit, coins, next_coins):
+    """A greedy accept rule: raw p/q ≥ 1/2."""
+    return acceptance.accept(drafts, q, p, limit, jnp.full_like(coins, 0.5), next_coins)
 
 
-def test_a_residual_left_out_would_be_seen(monkeypatch):
-    """Drawing the correction from p instead of the residual is caught."""
-    correct = acceptance.accept
+def _no_residual(drafts, q, p, limit, coins, next_coins):
+    """The correction of the first draft comes from p instead of the residual."""
+    good = acceptance.accept(drafts, q, p, limit, coins, next_coins)
+    plain = acceptance.accept(drafts, q, p, jnp.zeros_like(limit), coins, next_coins)
+    return good._replace(next_token_B=jnp.where(
+        good.accepted_B == 0, plain.next_token_B, good.next_token_B))
 
-    def broken(drafts, q, p, limit, coins, next_coins):
-        good = correct(drafts, q, p, limit, coins, next_coins)
-        plain = correct(drafts, q, p, jnp.zeros_like(limit), coins, next_coins)
-        first = good.accepted_B == 0
-        return good._replace(next_token_B=jnp.where(first, plain.next_token_B,
-                                                    good.next_token_B))
 
+@pytest.mark.parametrize("broken", [_half_in_place_of_the_coin, _no_residual])
+def test_a_wrong_accept_rule_would_be_seen(broken, monkeypatch):
     monkeypatch.setattr("tpuspec.speculative_step.accept", broken)
     runner.cache_clear()
     try:

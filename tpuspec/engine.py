@@ -16,14 +16,13 @@ from tpuspec import mesh as mesh_lib
 from tpuspec.config import EngineConfig, check_range
 from tpuspec.decode_state import MAX_EOS_IDS, NO_ID, DecodeState, Slots, StepOutput
 from tpuspec.kv_cache import DecoderCache
-from tpuspec.measurement import CostReport, time_interleaved
-from tpuspec.sampling import SamplingParams, SlotSampling, seed_words, warp
-from tpuspec.speculative_step import read, step
+from tpuspec.measurement import CostReport
+from tpuspec.pass_timing import passes, time_passes
+from tpuspec.sampling import SamplingParams, SlotSampling, seed_words
+from tpuspec.speculative_step import step
 from tpuspec.t5 import T5
 
 Progress = Callable[[str, int, int], None]
-_TIMING_REPEATS = 15
-_PASSES = 8  # in one timed program
 
 _backend_compiles = 0
 
@@ -94,11 +93,16 @@ class Engine:
         self._mesh = mesh
         self._tenants: dict[int, _Tenant] = {}
         self._programs: dict[tuple, jax.stages.Compiled] = {}
-        self._target, self._target_params = self._place(target)
-        self._draft: nnx.GraphDef | None = None
-        self._draft_params: nnx.State | None = None
-        if draft is not None:
-            self._draft, self._draft_params = self._place(draft)
+        self._graphs: list[nnx.GraphDef] = []
+        self._structures: list[jax.tree_util.PyTreeDef] = []
+        # Flat, for launches: to flatten an nnx.State takes a millisecond.
+        self._weights: list[list[jax.Array]] = []
+        for model in (target,) if draft is None else (target, draft):
+            graph, params = self._place(model)
+            leaves, structure = jax.tree.flatten(params)
+            self._graphs.append(graph)
+            self._structures.append(structure)
+            self._weights.append(leaves)
         self._state = self._empty_state(target, draft)
 
     @property
@@ -208,6 +212,14 @@ class Engine:
 
     # ---- programs ------------------------------------------------------------
 
+    def _target_width(self, rung: int) -> int:
+        """Positions of a target pass. In bfloat16 passes of different widths round
+        differently, so that all have one: plain decoding then computes what a verify
+        pass does. A TPU pads few rows to 8 or 16 anyway."""
+        if self._state.target_cache.self_k[0].dtype == jnp.bfloat16:
+            return self.config.max_draft_length + 1
+        return rung + 1
+
     def _place(self, model: T5) -> tuple[nnx.GraphDef, nnx.State]:
         graphdef, params = nnx.split(model)
         if self._mesh is not None:
@@ -229,51 +241,42 @@ class Engine:
                 state, target.config, draft.config if draft is not None else None, self._mesh))
         return state
 
-    def _models(self, target_params: nnx.State, draft_params: nnx.State | None,
-                ) -> tuple[T5, T5 | None]:
-        draft = None if draft_params is None else nnx.merge(self._draft, draft_params)
-        return nnx.merge(self._target, target_params), draft
+    def _models(self, weights: Sequence[list[jax.Array]]) -> tuple[T5, T5 | None]:
+        """Target and draft, inside a program, of its arguments."""
+        target, *draft = [
+            nnx.merge(graph, jax.tree.unflatten(structure, leaves))
+            for graph, structure, leaves in zip(
+                self._graphs, self._structures, weights, strict=True)]
+        return target, draft[0] if draft else None
 
-    def _insert_program(self, target_params, draft_params, state, slot, tokens, row):
+    def _insert_program(self, weights, state, slot, tokens, row):
         def fill(model: T5, cache: DecoderCache) -> DecoderCache:
             encoded = model.encode(tokens, row.source_length_B)
             return cache.insert_source(slot, model.cross_keys_values(encoded))
 
-        target, draft = self._models(target_params, draft_params)
+        target, draft = self._models(weights)
         return dataclasses.replace(
             state, slots=state.slots.insert(slot, row),
             target_cache=fill(target, state.target_cache),
             draft_cache=None if draft is None else fill(draft, state.draft_cache))
 
-    def _step_program(self, rung, bucket, target_params, draft_params, state):
-        target, draft = self._models(target_params, draft_params)
-        state, output = step(target, draft, state, draft_length=rung, source_positions=bucket,
+    def _step_program(self, rung, bucket, weights, state):
+        target, draft = self._models(weights)
+        state, output = step(target, draft, state, draft_length=rung,
+                             target_width=self._target_width(rung), source_positions=bucket,
                              vocabulary_size=self.vocabulary_size)
         return state, output.pack()
 
-    def _release_program(self, target_params, draft_params, state, slot):
+    def _release_program(self, weights, state, slot):
         active = state.slots.active_B & (jnp.arange(self.config.slots) != slot)
         return dataclasses.replace(
             state, slots=dataclasses.replace(state.slots, active_B=active))
 
-    def _pass_program(self, which, width, target_params, draft_params, state):
-        """Passes of ``width`` with their distributions, one after the other, so that
-        launching does not count: what c and widening compare."""
-        target, draft = self._models(target_params, draft_params)
-        model = target if which == "target" else draft
-        assert model is not None
-
-        def body(_: int, carry: tuple[jax.Array, DecoderCache]) -> tuple[jax.Array, DecoderCache]:
-            tokens, cache = carry
-            logits, cache = read(model, tokens, state.slots.length_B - 1, state.slots, cache,
-                                 self.config.source_buckets[0])
-            probs, _ = warp(logits, state.slots.sampling, self.vocabulary_size)
-            return jnp.argmax(probs, axis=-1).astype(jnp.int32), cache
-
-        tokens, cache = jax.lax.fori_loop(
-            0, _PASSES, body, (jnp.zeros((self.config.slots, width), jnp.int32),
-                               getattr(state, f"{which}_cache")))
-        return dataclasses.replace(state, **{f"{which}_cache": cache}), tokens
+    def _pass_program(self, which, width, weights, state):
+        target, draft = self._models(weights)
+        return passes(target if which == "target" else draft, which, state, width=width,
+                      source_positions=self.config.source_buckets[0],
+                      vocabulary_size=self.vocabulary_size)
 
     def _plan(self) -> dict[tuple, tuple[Callable, tuple]]:
         """Key -> (function, arguments after state) of every program."""
@@ -290,11 +293,12 @@ class Engine:
         return plan
 
     def _pass_plan(self) -> dict[tuple, tuple[Callable, tuple]]:
-        passes = [("target", rung + 1) for rung in self.config.draft_lengths]
-        if self._draft_params is not None:
-            passes.append(("draft", 1))
-        return {("pass", *which): (functools.partial(self._pass_program, *which), ())
-                for which in passes}
+        keys = {("pass", "target", self._target_width(rung))
+                for rung in self.config.draft_lengths}
+        if len(self._weights) == 2:
+            keys.add(("pass", "draft", 1))
+        return {key: (functools.partial(self._pass_program, *key[1:]), ())
+                for key in sorted(keys)}
 
     def _lower(self, key: tuple, build: tuple[Callable, tuple]) -> jax.stages.Lowered:
         function, extra = build
@@ -303,34 +307,24 @@ class Engine:
             state = jax.tree.map(lambda x: x.sharding, self._state)
             rest = mesh_lib.replicated(self._mesh)
             out_shardings = state if key[0] in ("insert", "release") else (state, rest)
-        program = jax.jit(function, donate_argnums=2, out_shardings=out_shardings)
-        return program.lower(self._target_params, self._draft_params, self._state, *extra)
+        program = jax.jit(function, donate_argnums=1, out_shardings=out_shardings)
+        return program.lower(self._weights, self._state, *extra)
 
     def _run(self, key: tuple, *args: Any) -> Any:
         if key not in self._programs:
             raise RuntimeError("warm_up must run before the first request")
-        return self._programs[key](self._target_params, self._draft_params, *args)
+        return self._programs[key](self._weights, *args)
 
     def _time(self) -> CostReport:
-        def timed(key: tuple) -> Callable[[], object]:
-            def run() -> object:
+        def run(*key: object) -> Callable[[], object]:
+            def timed() -> object:
                 self._state, result = self._run(key, self._state)
                 return result
-            return run
+            return timed
 
-        bucket = self.config.source_buckets[0]
-        keys = {str(key): key for key in self._programs
-                if key[0] == "pass" or (key[0] == "step" and key[2] == bucket)}
-        times = time_interleaved({name: timed(key) for name, key in keys.items()},
-                                 _TIMING_REPEATS)
-        by_key = {keys[name]: value / (_PASSES if keys[name][0] == "pass" else 1)
-                  for name, value in times.items()}
-        rungs = self.config.draft_lengths
-        return CostReport(
-            target_ms=by_key["pass", "target", 1],
-            draft_ms=by_key.get(("pass", "draft", 1)),
-            verify_ms={rung: by_key["pass", "target", rung + 1] for rung in rungs},
-            step_ms={rung: by_key["step", rung, bucket] for rung in rungs},
-            method=f"at warm-up, median over {_TIMING_REPEATS} turns of the wall time of "
-                   f"{_PASSES} passes in one program, divided by {_PASSES}; "
-                   f"{self.config.slots} slots, source bucket {bucket}")
+        rungs, bucket = self.config.draft_lengths, self.config.source_buckets[0]
+        return time_passes(
+            {rung: run("pass", "target", self._target_width(rung)) for rung in rungs},
+            run("pass", "draft", 1) if len(self._weights) == 2 else None,
+            {rung: run("step", rung, bucket) for rung in rungs},
+            where=f"{self.config.slots} slots, source bucket {bucket}")

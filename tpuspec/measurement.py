@@ -77,9 +77,10 @@ class CostReport:
     """Times of the compiled programs, in milliseconds.
 
     Attributes:
-      target_ms: one target pass of width 1, with its distribution.
+      target_ms: one target pass of plain decoding, with its distribution.
       draft_ms: one draft pass of width 1, with its distribution; None without draft.
-      verify_ms: one target pass of width γ + 1, by γ.
+      verify_ms: one target pass of a step of γ drafts, by γ: γ + 1 positions, or the
+        one width of all passes in bfloat16.
       step_ms: the whole fused step, by γ.
       method: how these were measured.
     """
@@ -100,10 +101,10 @@ class CostReport:
         return self.verify_ms[draft_length] / self.target_ms
 
 
-def time_interleaved(runs: Mapping[str, Callable[[], object]], repeats: int,
-                     ) -> dict[str, float]:
+def time_interleaved[Name](runs: Mapping[Name, Callable[[], object]], repeats: int,
+                           ) -> dict[Name, float]:
     """Median milliseconds of each run, taken in turns so that drift hits all alike."""
-    times: dict[str, list[float]] = {name: [] for name in runs}
+    times: dict[Name, list[float]] = {name: [] for name in runs}
     for turn in range(repeats + 1):
         for name, run in runs.items():
             began = time.perf_counter()

@@ -14,11 +14,14 @@ from tpuspec.t5 import T5
 
 
 def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
-         source_positions: int, vocabulary_size: int) -> tuple[DecodeState, StepOutput]:
+         target_width: int, source_positions: int, vocabulary_size: int,
+         ) -> tuple[DecodeState, StepOutput]:
     """Advances every active slot by 1 to ``draft_length + 1`` tokens.
 
     Args:
       draft_length: γ, static.
+      target_width: positions of the target pass, static; γ + 1 or more. What is more
+        is padding: its K/V lies beyond every length and its logits are dropped.
       source_positions: source bucket read by cross-attention, static; at least the
         source length of every active slot.
       vocabulary_size: ids that exist.
@@ -47,8 +50,10 @@ def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
 
     with jax.named_scope("verify"):
         window_BG = jnp.concatenate([pending_B[:, None], drafts_Bγ], axis=1)
+        window_BG = jnp.pad(window_BG, ((0, 0), (0, target_width - draft_length - 1)))
         logits_BGV, target_cache = read(target, window_BG, slots.length_B - 1, slots,
                                         state.target_cache, source_positions)
+        logits_BGV = logits_BGV[:, :draft_length + 1]
     with jax.named_scope("accept"):
         target_probs_BGV, sound_BG = warp(logits_BGV, slots.sampling, vocabulary_size)
         limit_B = jnp.minimum(slots.draft_limit_B, draft_length)
