@@ -82,7 +82,7 @@ class Token(_message.Message):
     def __init__(self, id: _Optional[int] = ..., origin: _Optional[_Union[Origin, str]] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Speculation(_message.Message):
-    __slots__ = ("target_runs", "emitted", "drafted", "examined", "accepted", "alpha", "alpha_overlap", "draft_acceptance_rate", "tokens_per_target_run", "c")
+    __slots__ = ("target_runs", "emitted", "drafted", "examined", "accepted", "alpha", "alpha_overlap", "draft_acceptance_rate", "tokens_per_target_run", "c", "alpha_low", "alpha_high")
     TARGET_RUNS_FIELD_NUMBER: _ClassVar[int]
     EMITTED_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
@@ -93,6 +93,8 @@ class Speculation(_message.Message):
     DRAFT_ACCEPTANCE_RATE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_TARGET_RUN_FIELD_NUMBER: _ClassVar[int]
     C_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_LOW_FIELD_NUMBER: _ClassVar[int]
+    ALPHA_HIGH_FIELD_NUMBER: _ClassVar[int]
     target_runs: int
     emitted: int
     drafted: int
@@ -103,7 +105,9 @@ class Speculation(_message.Message):
     draft_acceptance_rate: float
     tokens_per_target_run: float
     c: float
-    def __init__(self, target_runs: _Optional[int] = ..., emitted: _Optional[int] = ..., drafted: _Optional[int] = ..., examined: _Optional[int] = ..., accepted: _Optional[int] = ..., alpha: _Optional[float] = ..., alpha_overlap: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., tokens_per_target_run: _Optional[float] = ..., c: _Optional[float] = ...) -> None: ...
+    alpha_low: float
+    alpha_high: float
+    def __init__(self, target_runs: _Optional[int] = ..., emitted: _Optional[int] = ..., drafted: _Optional[int] = ..., examined: _Optional[int] = ..., accepted: _Optional[int] = ..., alpha: _Optional[float] = ..., alpha_overlap: _Optional[float] = ..., draft_acceptance_rate: _Optional[float] = ..., tokens_per_target_run: _Optional[float] = ..., c: _Optional[float] = ..., alpha_low: _Optional[float] = ..., alpha_high: _Optional[float] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queue_seconds", "first_token_seconds", "decode_seconds", "total_seconds")
@@ -214,7 +218,7 @@ class Cost(_message.Message):
     def __init__(self, method: _Optional[str] = ..., target_ms: _Optional[float] = ..., draft_ms: _Optional[float] = ..., c: _Optional[float] = ..., verify_widening: _Optional[_Mapping[int, float]] = ..., step_ms: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("active_slots", "queued", "accepted", "refused", "finished", "cancelled", "failed")
+    __slots__ = ("active_slots", "queued", "accepted", "refused", "finished", "cancelled", "failed", "compilations")
     ACTIVE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +226,7 @@ class Load(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     CANCELLED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    COMPILATIONS_FIELD_NUMBER: _ClassVar[int]
     active_slots: int
     queued: int
     accepted: int
@@ -229,7 +234,8 @@ class Load(_message.Message):
     finished: int
     cancelled: int
     failed: int
-    def __init__(self, active_slots: _Optional[int] = ..., queued: _Optional[int] = ..., accepted: _Optional[int] = ..., refused: _Optional[int] = ..., finished: _Optional[int] = ..., cancelled: _Optional[int] = ..., failed: _Optional[int] = ...) -> None: ...
+    compilations: int
+    def __init__(self, active_slots: _Optional[int] = ..., queued: _Optional[int] = ..., accepted: _Optional[int] = ..., refused: _Optional[int] = ..., finished: _Optional[int] = ..., cancelled: _Optional[int] = ..., failed: _Optional[int] = ..., compilations: _Optional[int] = ...) -> None: ...
 
 class GetModelResponse(_message.Message):
     __slots__ = ("name", "version", "platform", "devices", "target_config_json", "draft_config_json", "eos_id", "limits", "cost", "speculation", "load")

@@ -12,6 +12,9 @@ from absl import app, logging
 from absl.flags import argparse_flags
 
 from tpuspec import platform
+from tpuspec.config import EngineConfig, check_range
+
+_SHAPES = EngineConfig()
 
 
 def main() -> None:
@@ -22,7 +25,7 @@ def main() -> None:
 def _run(args: argparse.Namespace) -> int:
     logging.set_verbosity(logging.WARNING)  # libraries say much at INFO while loading
     try:
-        if getattr(args, "server", None) is None:
+        if "platform" in args and getattr(args, "server", None) is None:
             # Before JAX is imported, which the command's module may do.
             platform.choose(args.platform)
             if sys.stderr.isatty():
@@ -49,7 +52,8 @@ def make_parser() -> argparse.ArgumentParser:
             ("serve", "serve a pair over gRPC", _serve_flags),
             ("generate", "generate from texts, in process or with a server", _generate_flags),
             ("demo", "stream translations of the bundled pair and measure the speed-up",
-             _demo_flags)):
+             _demo_flags),
+            ("plan", "what a pair should gain by Eq. (5), by draft length", _plan_flags)):
         add_flags(commands.add_parser(name, help=summary, description=summary + "."))
     return parser
 
@@ -59,17 +63,20 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="localhost",
                         help="address to listen on; 0.0.0.0 is every IPv4 interface")
     parser.add_argument("--port", type=_integer(0, 65535), default=8500, help="0 is a free one")
-    parser.add_argument("--slots", type=_integer(1), default=4,
+    parser.add_argument("--slots", type=_integer(1), default=_SHAPES.slots,
                         help="requests that run at once")
     parser.add_argument("--queue_limit", type=_integer(0), default=64,
                         help="requests that may wait; more are refused")
-    parser.add_argument("--source_buckets", type=_integers(1), default=(32, 128, 512),
+    parser.add_argument("--source_buckets", type=_integers(1),
+                        default=_SHAPES.source_buckets,
                         help="compiled source lengths; the last is the longest source")
-    parser.add_argument("--max_target_length", type=_integer(1), default=256,
+    parser.add_argument("--max_target_length", type=_integer(1),
+                        default=_SHAPES.max_target_length,
                         help="most new tokens of a request")
-    parser.add_argument("--draft_lengths", type=_integers(0), default=(0, 1, 2, 3, 5, 7),
+    parser.add_argument("--draft_lengths", type=_integers(0),
+                        default=_SHAPES.draft_lengths,
                         help="compiled draft lengths, beginning with 0")
-    parser.add_argument("--draft_length", type=_integer(0), default=3,
+    parser.add_argument("--draft_length", type=_integer(0), default=_SHAPES.draft_length,
                         help="of requests that name none")
     parser.add_argument("--grace_seconds", type=float, default=30.0,
                         help="for running requests after SIGTERM")
@@ -103,6 +110,20 @@ def _demo_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
 
 
+def _plan_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--alpha", type=_numbers(0.0, 1.0), required=True,
+                        help="acceptance rate: one, or one for each position of a draft")
+    parser.add_argument("--c", type=_number(0.0), required=True,
+                        help="time of a draft pass over time of a target pass")
+    parser.add_argument("--c_hat", type=_number(0.0),
+                        help="the same for operations; as --c without it")
+    parser.add_argument("--widening", type=_numbers(0.0), default=(1.0,),
+                        help="time of a verify pass over that of a target pass of width 1, for "
+                             "1, 2, ... drafts; the last holds for more")
+    parser.add_argument("--longest", type=_integer(1), default=16, help="draft length looked at")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+
+
 def _model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="DIR", help="checkpoint; without it the bundled pair")
     parser.add_argument("--draft", metavar="DIR", help="checkpoint; without it plain decoding")
@@ -113,15 +134,33 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
                         metavar="DATA,MODEL", help="devices that share slots and weights")
 
 
+def _bounded[Value: (int, float)](value: Value, low: float, high: float | None) -> Value:
+    try:
+        check_range("it", value, low, high)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("it ")) from None
+    return value
+
+
 def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
     def integer(text: str) -> int:
-        value = int(text)
-        if value < low or (high is not None and value > high):
-            bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
-            raise argparse.ArgumentTypeError(f"must be {bound}, got {value}")
-        return value
+        return _bounded(int(text), low, high)
 
     return integer
+
+
+def _number(low: float, high: float | None = None) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        return _bounded(float(text), low, high)
+
+    return number
+
+
+def _numbers(low: float, high: float | None = None) -> Callable[[str], Sequence[float]]:
+    def numbers(text: str) -> Sequence[float]:
+        return tuple(_number(low, high)(part) for part in text.split(","))
+
+    return numbers
 
 
 def _integers(low: int, count: int | None = None) -> Callable[[str], Sequence[int]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tpuspec import theory
+from tpuspec.measurement import SpeculationStats
 from tpuspec.protos import generation_pb2 as pb
 
 
@@ -57,6 +58,12 @@ class Report:
     @property
     def alpha(self) -> float | None:
         return _ratio(self.counts.accepted, self.counts.examined)
+
+    @property
+    def alpha_interval(self) -> tuple[float, float] | None:
+        """95 %, as if the drafts examined were independent."""
+        return SpeculationStats(accepted=self.counts.accepted,
+                                examined=self.counts.examined).alpha_interval()
 
     @property
     def alpha_overlap(self) -> float | None:
@@ -113,7 +120,7 @@ class Report:
             "c": self.c, "gamma": self.draft_length,
             "tokens_per_target_run": self.tokens_per_target_run,
             "predicted_speedup": self.predicted_speedup,
-            "observed_speedup": self.observed_speedup}
+            "observed_speedup": self.observed_speedup, "note": self.why_not_faster()}
 
     def why_not_faster(self) -> str | None:
         """One sentence if speculation did not pay on this machine."""
@@ -150,6 +157,8 @@ def print_table(report: Report) -> None:
     print(f"\nPlain (gamma = 0) and speculative decoding, {runs} runs each, in turns:")
     for name, value, form in rows:
         print(f"  {name:<44}{'unknown' if value is None else form.format(value):>8}")
+    if (interval := report.alpha_interval) is not None:
+        print(f"alpha lies within {interval[0]:.3f} and {interval[1]:.3f} (95 %).")
     if report.temperature == 0:
         print(f"Plain decoding gave the same text for {report.same_texts} of "
               f"{len(report.sources)} sources.")

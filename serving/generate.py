@@ -35,7 +35,7 @@ def _rows(args: argparse.Namespace) -> Iterator[Row]:
     if args.input is not None:
         if args.text:
             raise ValueError("text must be empty with --input")
-        with open(args.input, encoding="utf-8-sig", newline="\n") as lines:
+        with open(args.input, "rb") as lines:
             yield from read_rows(lines, defaults)
         return
     if not args.text and sys.stdin.isatty():
@@ -97,27 +97,28 @@ async def _generate(rows: Sequence[Row], respond: Responses, *, concurrency: int
 
 async def _stream(row: Row, respond: Responses) -> int:
     """One source for a person: the text appears as it comes."""
-    if isinstance(row.request, Failure):
-        _print(row, row.request, as_json=False)
-        return 1
-    try:
-        async for response in respond(row.request):
-            print(response.text, end="", flush=True)
-    except Failure.CAUSES as error:
-        print()
-        _print(row, Failure.of(error), as_json=False)
+    result = await _answer(row, respond, lambda response: print(response.text, end="", flush=True))
+    if isinstance(result, Failure):
+        _print(row, result, as_json=False)
         return 1
     print()
     return 0
 
 
-async def _answer(row: Row, respond: Responses) -> list[pb.GenerateResponse] | Failure:
+async def _answer(row: Row, respond: Responses,
+                  show: Callable[[pb.GenerateResponse], object] = lambda response: None,
+                  ) -> list[pb.GenerateResponse] | Failure:
+    """Every response, or why there is none; waits where the server is busy."""
     if isinstance(row.request, Failure):
         return row.request
     tries = 0
     while True:
+        responses = []
         try:
-            return [response async for response in respond(row.request)]
+            async for response in respond(row.request):
+                responses.append(response)
+                show(response)
+            return responses
         except Failure.CAUSES as error:
             tries += 1
             failure = Failure.of(error)

@@ -22,6 +22,9 @@ class SlotEngine(Protocol):
     vocabulary_size: int
     cost: CostReport | None
 
+    @property
+    def compilations(self) -> int: ...
+
     def insert(self, slot: int, source: Sequence[int], *, sampling: SamplingParams, seed: int,
                max_new_tokens: int, eos_ids: Sequence[int], draft_length: int) -> None: ...
 

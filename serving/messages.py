@@ -36,11 +36,12 @@ def response(request: Request, chunk: TokenChunk, cost: CostReport | None,
 
 
 def speculation(stats: SpeculationStats, cost: CostReport | None) -> pb.Speculation:
+    low, high = stats.alpha_interval() or (None, None)
     return pb.Speculation(
         target_runs=stats.steps, emitted=stats.emitted, drafted=stats.drafted,
         examined=stats.examined, accepted=stats.accepted, alpha=stats.alpha,
         alpha_overlap=stats.alpha_overlap, draft_acceptance_rate=stats.draft_acceptance_rate,
-        tokens_per_target_run=stats.tokens_per_target_run,
+        tokens_per_target_run=stats.tokens_per_target_run, alpha_low=low, alpha_high=high,
         c=cost.c if cost is not None else None)
 
 

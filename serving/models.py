@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import tqdm
 from jax.sharding import Mesh
 
-from tpuspec import checkpoint
+from tpuspec import checkpoint, platform
 from tpuspec import mesh as mesh_lib
 from tpuspec.checkpoint import LoadedModel
 from tpuspec.config import EngineConfig
@@ -87,6 +87,7 @@ def load(models: Pair, config: EngineConfig, *, dtype: str | None = None,
     Raises:
       ValueError: a checkpoint is broken, or target and draft differ in vocabulary.
     """
+    _keep_compiled_programs()
     devices = jax.devices()
     if dtype is None:
         dtype = "bfloat16" if devices[0].platform == "tpu" else "float32"
@@ -110,6 +111,13 @@ def load(models: Pair, config: EngineConfig, *, dtype: str | None = None,
         draft_config_json="" if draft is None else json.dumps(draft.config.to_json()),
         eos_id=eos_id)
     return Served(engine=engine, vocabulary=vocabulary, info=info)
+
+
+def _keep_compiled_programs() -> None:
+    """Unless JAX_COMPILATION_CACHE_DIR names another folder for them."""
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(platform.compilation_cache()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 def warm_up(engine: Engine) -> None:

@@ -1,5 +1,6 @@
 """Rows of a JSONL file to requests, and answers to JSON records."""
 
+import codecs
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,19 +50,21 @@ class Row:
     request: pb.GenerateRequest | Failure
 
 
-def read_rows(lines: Iterable[str], defaults: Mapping[str, Any]) -> Iterator[Row]:
+def read_rows(lines: Iterable[bytes], defaults: Mapping[str, Any]) -> Iterator[Row]:
     """One row for each line that is not blank; a bad line is a row that has failed.
 
     Args:
-      lines: JSON objects with "text" or "token_ids", and if need be "id" and parameters.
+      lines: JSON objects in UTF-8 with "text" or "token_ids", and if need be "id" and parameters.
       defaults: parameters of ``make_request`` for rows that do not name them.
     """
     for number, line in enumerate(lines):
+        if number == 0:
+            line = line.removeprefix(codecs.BOM_UTF8)
         if not line.strip():
             continue
         row_id = str(number)
         try:
-            fields = json.loads(line)
+            fields = json.loads(line.decode())
             if not isinstance(fields, dict):
                 raise ValueError("must be a JSON object")
             row_id = str(fields.pop("id", row_id))
@@ -85,7 +88,8 @@ def record(row_id: str, result: Sequence[pb.GenerateResponse] | Failure) -> dict
         "seed": finish.seed,
         "draft_length": finish.draft_length,
         **{name: optional(speculation, name) for name in (
-            "alpha", "alpha_overlap", "draft_acceptance_rate", "c", "tokens_per_target_run")},
+            "alpha", "alpha_low", "alpha_high", "alpha_overlap", "draft_acceptance_rate", "c",
+            "tokens_per_target_run")},
         **{name: optional(finish, name) for name in ("predicted_speedup", "observed_speedup")},
         "timings": json_format.MessageToDict(
             finish.timings, preserving_proto_field_name=True,

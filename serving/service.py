@@ -84,4 +84,4 @@ class GenerationService:
                 vocabulary_size=engine.vocabulary_size, message_bytes=MAX_MESSAGE_BYTES),
             cost=None if engine.cost is None else messages.cost(engine.cost),
             speculation=messages.speculation(self._loop.stats, engine.cost),
-            load=pb.Load(**dataclasses.asdict(load)))
+            load=pb.Load(**dataclasses.asdict(load), compilations=engine.compilations))

@@ -5,10 +5,8 @@ Helpers beside the tests import by their own names (``from programmable import
 share are therefore unique across those folders.
 """
 
-import hashlib
 import os
 import pathlib
-import platform
 import sys
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -25,21 +23,16 @@ os.environ["XLA_FLAGS"] = (
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
 os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
 
+from tpuspec.platform import processor  # noqa: E402
+
+# Most of the suite's time would be compilation of the same programs again. Programs
+# that tests start as a user would use the same folder.
+CACHE = ROOT / ".pytest_cache" / "jax" / processor()
+os.environ["JAX_COMPILATION_CACHE_DIR"] = str(CACHE)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+
 import jax  # noqa: E402
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
-
-
-def _processor() -> str:
-    """Tells machines apart: compiled code may use what another processor lacks."""
-    cpuinfo = pathlib.Path("/proc/cpuinfo")
-    text = cpuinfo.read_text() if cpuinfo.exists() else platform.processor()
-    flags = sorted({line for line in text.splitlines() if line.startswith(("flags", "Features"))})
-    return hashlib.sha256("".join([platform.machine(), *flags]).encode()).hexdigest()[:16]
-
-
-# Most of the suite's time would be compilation of the same programs again.
-jax.config.update("jax_compilation_cache_dir", str(ROOT / ".pytest_cache" / "jax" / _processor()))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

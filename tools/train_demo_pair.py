@@ -53,8 +53,8 @@ def optimizer(learning_rate: float) -> optax.GradientTransformation:
     def matrices(params):
         def pick(path, leaf):
             name = jax.tree_util.keystr(path)
-            inside = "layers" in name and leaf.ndim == 2
-            return optax.contrib.MuonDimensionNumbers(0, 1) if inside else None
+            inside = "layers" in name and leaf.ndim >= 2
+            return optax.contrib.MuonDimensionNumbers(-2, -1) if inside else None
         return jax.tree_util.tree_map_with_path(pick, params)
 
     return optax.chain(
@@ -213,27 +213,34 @@ def valid_batches(processor, examples, tokens: int = 4096) -> list[demo_data.Bat
         demo_data.encode(processor, [e.references[0] for e in examples[task]]), tokens, rng)]
 
 
-def train_target(args, processor) -> None:
+def references(args: argparse.Namespace, processor: sentencepiece.SentencePieceProcessor):
+    """An epoch of the data, with one of the references for each source."""
     train = demo_data.load(args.data, "train")
     encoded = {t: demo_data.encode(processor, [e.source for e in rows])
                for t, rows in train.items()}
-    references = [[demo_data.encode(processor, list(e.references)) for e in rows]
-                  for rows in train.values()]
+    answers = [[demo_data.encode(processor, list(e.references)) for e in rows]
+               for rows in train.values()]
 
-    def epoch(rng):
+    def epoch(rng: np.random.Generator) -> Iterator[demo_data.Batch]:
         sources, targets = [], []
-        for (task, rows), answers in zip(encoded.items(), references, strict=True):
-            for source, answer in zip(rows, answers, strict=True):
+        for (task, rows), known in zip(encoded.items(), answers, strict=True):
+            for source, answer in zip(rows, known, strict=True):
                 if task == "translate" or rng.random() < RESTORE_SHARE:
                     sources.append(source)
                     targets.append(answer[rng.integers(len(answer))])
         yield from demo_data.batches(sources, targets, args.tokens, rng)
 
+    return epoch
+
+
+def train_target(args: argparse.Namespace,
+                 processor: sentencepiece.SentencePieceProcessor) -> None:
     start = checkpoint.load(args.start, dtype=jnp.float32).model if args.start else None
     trainer = Trainer(args.work / "target", TARGET, cross_entropy, minutes=args.minutes,
                       learning_rate=args.learning_rate, dropout=args.dropout, seed=1,
                       start=start)
-    trainer.run(epoch, valid_batches(processor, demo_data.load(args.data, "valid")))
+    trainer.run(references(args, processor),
+                valid_batches(processor, demo_data.load(args.data, "valid")))
     print(json.dumps(demo_scores.scores(processor, trainer.graphdef, trainer.params,
                             demo_data.load(args.data, "valid"))))
 
@@ -247,7 +254,13 @@ def load_params(work: pathlib.Path, config: T5Config):
 
 
 def train_draft(args: argparse.Namespace, processor: sentencepiece.SentencePieceProcessor) -> None:
-    """Distils the draft on outputs of the target, greedy and sampled, to both tasks."""
+    """Half of the time on the references, a pass over which costs no run of the target,
+    then half on the target's distributions over its own outputs, greedy and sampled."""
+    first = Trainer(args.work / "draft-references", DRAFT, cross_entropy,
+                    minutes=args.minutes / 2, dropout=0.0, learning_rate=args.learning_rate,
+                    seed=2)
+    first.run(references(args, processor),
+              valid_batches(processor, demo_data.load(args.data, "valid")))
     *teacher, steps = load_params(args.work / "target", TARGET)
     train = demo_data.load(args.data, "train")
     rng = np.random.default_rng(5)
@@ -274,8 +287,9 @@ def train_draft(args: argparse.Namespace, processor: sentencepiece.SentencePiece
     def loss(graphdef, params, batch, drop):
         return distillation(graphdef, teacher, params, batch, drop)
 
-    Trainer(args.work / f"draft-{steps}", DRAFT, loss, minutes=args.minutes, dropout=0.0,
-            learning_rate=args.learning_rate, seed=2).run(epoch, valid)
+    Trainer(args.work / f"draft-{steps}", DRAFT, loss, minutes=args.minutes / 2, dropout=0.0,
+            learning_rate=args.learning_rate, seed=2,
+            start=nnx.merge(first.graphdef, first.params)).run(epoch, valid)
 
 
 def export(args: argparse.Namespace, processor: sentencepiece.SentencePieceProcessor) -> None:

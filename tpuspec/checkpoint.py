@@ -137,9 +137,8 @@ def load(directory: str | os.PathLike[str], *, dtype: jnp.dtype | None = None,
         unfinished one, or one whose leaves do not fit its configuration.
     """
     path = find(directory)
-    stored = json.loads((path / CONFIG_FILE).read_text())
-    config = T5Config.from_json(stored["model"])
-    dtype = _checked_dtype(dtype if dtype is not None else stored["dtype"])
+    config, stored_dtype, provenance = _configuration(path / CONFIG_FILE)
+    dtype = _checked_dtype(dtype if dtype is not None else stored_dtype)
     abstract = AbstractModel(config, dtype, shardings)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         tree = checkpointer.metadata(path / WEIGHTS).item_metadata.tree
@@ -152,8 +151,19 @@ def load(directory: str | os.PathLike[str], *, dtype: jnp.dtype | None = None,
     names, arrays = _named(restored)
     has_vocabulary = (path / MODEL_FILE).is_file()
     return LoadedModel(model=abstract.build(dict(zip(names, arrays, strict=True))),
-                       config=config, provenance=stored["provenance"],
+                       config=config, provenance=provenance,
                        vocabulary=Vocabulary.load(path) if has_vocabulary else None)
+
+
+def _configuration(file: Path) -> tuple[T5Config, str, dict[str, Any]]:
+    """Model, dtype on disk and provenance, or a ValueError that names the file."""
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        return T5Config.from_json(stored["model"]), str(stored["dtype"]), dict(stored["provenance"])
+    except KeyError as error:
+        raise ValueError(f"{file} is damaged: it lacks {error}") from error
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{file} is damaged: {error}") from error
 
 
 def find(directory: str | os.PathLike[str]) -> Path:

@@ -1,8 +1,11 @@
 """What has to be in the environment before JAX starts. Imports no JAX."""
 
 import glob
+import hashlib
 import importlib.util
 import os
+import pathlib
+import platform
 
 # Nodes of TPU drivers: accel up to v4, VFIO groups since v5.
 _TPU_NODES = ("/dev/accel[0-9]*", "/dev/vfio/[0-9]*")
@@ -33,6 +36,20 @@ def keep_libtpu_quiet() -> None:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     if not has_gpu():
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def processor() -> str:
+    """Tells CPUs apart by what they can do: code compiled for one may crash another."""
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else platform.processor()
+    flags = sorted({line for line in text.splitlines() if line.startswith(("flags", "Features"))})
+    return hashlib.sha256("".join([platform.machine(), *flags]).encode()).hexdigest()[:16]
+
+
+def compilation_cache() -> pathlib.Path:
+    """The user's folder of compiled programs, so that a second start is a fast one."""
+    caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    return pathlib.Path(caches) / "tpuspec" / "compiled" / processor()
 
 
 def choose(platform: str | None) -> None:

@@ -98,6 +98,8 @@ class FakeEngine:
       cost: what ``cost`` gives.
     """
 
+    compilations = 0
+
     def __init__(self, config: EngineConfig = CONFIG, *, accepts: int | None = None,
                  step_seconds: float = 0.0, fail_at_step: int | None = None,
                  cost: CostReport | None = COST):

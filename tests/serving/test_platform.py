@@ -63,3 +63,11 @@ def test_absent_tpu_is_refused(machine):
     machine(tpu=False)
     with pytest.raises(ValueError, match="platform must be cpu on this machine, got tpu"):
         platform.choose("tpu")
+
+
+def test_compiled_programs_are_kept_in_the_users_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert platform.compilation_cache().relative_to(tmp_path).parts[:2] == ("tpuspec", "compiled")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert platform.compilation_cache().is_relative_to(tmp_path / ".cache")
