@@ -53,6 +53,9 @@ def make_parser() -> argparse.ArgumentParser:
             ("generate", "generate from texts, in process or with a server", _generate_flags),
             ("demo", "stream translations of the bundled pair and measure the speed-up",
              _demo_flags),
+            ("convert", "make a checkpoint of a Hugging Face directory", _convert_flags),
+            ("inspect", "say what a checkpoint is, and what it can be a pair with",
+             _inspect_flags),
             ("plan", "what a pair should gain by Eq. (5), by draft length", _plan_flags)):
         add_flags(commands.add_parser(name, help=summary, description=summary + "."))
     return parser
@@ -108,6 +111,23 @@ def _demo_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document, no streaming")
     parser.add_argument("--draft_length", type=_integer(1), default=3)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+
+
+def _convert_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", metavar="SOURCE", help="directory with config.json and "
+                        "safetensors, and spiece.model for text")
+    parser.add_argument("out", metavar="OUT", help="new directory")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"),
+                        help="of the weights; as stored, if not given")
+    parser.set_defaults(platform="cpu")
+
+
+def _inspect_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("checkpoint", metavar="CHECKPOINT")
+    parser.add_argument("--against", metavar="OTHER",
+                        help="say whether the two can be target and draft; exit code 1 if not")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+    parser.set_defaults(platform="cpu")
 
 
 def _plan_flags(parser: argparse.ArgumentParser) -> None:

@@ -327,7 +327,7 @@ def test_other_model_types_and_layouts_are_refused(model, saved, tmp_path):
     hf = write(tmp_path / "hf", model, tensors_of(model), model_type="bart")
     with pytest.raises(ValueError, match="model_type must be one of t5, mt5, umt5, got bart"):
         import_huggingface(hf)
-    with pytest.raises(ValueError, match="import it first"):
+    with pytest.raises(ValueError, match="tpuspec convert makes a checkpoint of it"):
         checkpoint.load(hf)
     with pytest.raises(ValueError, match="no config.json"):
         import_huggingface(saved)

@@ -12,6 +12,7 @@ reads any array, and reads each array straight into the sharding asked for.
 
 import dataclasses
 import json
+import math
 import os
 import secrets
 import shutil
@@ -166,6 +167,29 @@ def _configuration(file: Path) -> tuple[T5Config, str, dict[str, Any]]:
         raise ValueError(f"{file} is damaged: {error}") from error
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Description:
+    """What a checkpoint says of itself; no array is read."""
+
+    path: Path
+    config: T5Config
+    dtype: str
+    parameters: int
+    vocabulary: Vocabulary | None
+    provenance: dict[str, Any]
+
+
+def describe(directory: str | os.PathLike[str]) -> Description:
+    """Raises ValueError as ``load`` does for what is no whole checkpoint."""
+    path = find(directory)
+    config, dtype, provenance = _configuration(path / CONFIG_FILE)
+    leaves = AbstractModel(config, _checked_dtype(dtype)).leaves
+    return Description(
+        path=path, config=config, dtype=dtype, provenance=provenance,
+        parameters=sum(math.prod(leaf.shape) for leaf in leaves.values()),
+        vocabulary=Vocabulary.load(path) if (path / MODEL_FILE).is_file() else None)
+
+
 def find(directory: str | os.PathLike[str]) -> Path:
     """The absolute path of a whole checkpoint, or a ValueError with a hint."""
     path = Path(directory).expanduser().absolute()
@@ -181,7 +205,8 @@ def find(directory: str | os.PathLike[str]) -> Path:
             raise ValueError(f"{path / WEIGHTS} is missing or unfinished")
         return path
     if (path / "config.json").is_file():
-        raise ValueError(f"{path} is in the Hugging Face layout; import it first")
+        raise ValueError(f"{path} is in the Hugging Face layout: tpuspec convert makes a "
+                         "checkpoint of it")
     found = sorted(p.name for p in path.iterdir())[:6]
     near = _holders([path.parent, *(p for p in sorted(path.iterdir()) if p.is_dir())])
     raise ValueError(f"no checkpoint at {path}: it holds {found or 'nothing'}, "

@@ -1,0 +1,19 @@
+"""``tpuspec convert``: a Hugging Face directory to a checkpoint that is served."""
+
+import argparse
+import sys
+
+import jax.numpy as jnp
+
+from tpuspec import checkpoint
+from tpuspec.huggingface import import_huggingface
+
+
+def run(args: argparse.Namespace) -> int:
+    dtype = None if args.dtype is None else jnp.dtype(args.dtype)
+    loaded = import_huggingface(args.source, dtype=dtype)
+    if loaded.vocabulary is None:
+        print(f"{args.source} has no spiece.model: the checkpoint will take and give ids, "
+              "not text", file=sys.stderr)
+    checkpoint.save(args.out, loaded.model, loaded.vocabulary, provenance=loaded.provenance)
+    return 0
