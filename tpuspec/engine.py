@@ -274,7 +274,9 @@ class Engine:
 
     def _pass_program(self, which, width, weights, state):
         target, draft = self._models(weights)
-        return passes(target if which == "target" else draft, which, state, width=width,
+        model = target if which == "target" else draft
+        assert model is not None
+        return passes(model, which, state, width=width,
                       source_positions=self.config.source_buckets[0],
                       vocabulary_size=self.vocabulary_size)
 

@@ -82,12 +82,12 @@ def import_huggingface(directory: str | os.PathLike[str], *, dtype: jnp.dtype | 
 def parameter_names(config: T5Config) -> dict[str, tuple[str, ...]]:
     """Our dotted parameter name -> the tensors in the Hugging Face layout that are
     its parts, in order along its first axis."""
-    names = {"embedding": _EMBEDDINGS[:1]}
+    names: dict[str, tuple[str, ...]] = {"embedding": _EMBEDDINGS[:1]}
     if not config.tie_word_embeddings:
         names["lm_head.weight"] = (_HEAD,)
     wide = ("wi_0", "wi_1") if config.activation.gated else ("wi",)
     own, cross = ("qkv", "o"), ("q", "kv", "o")  # a letter is a tensor of theirs
-    stacks = {
+    stacks: dict[str, tuple[int, list[tuple[str, str, tuple[str, ...]]]]] = {
         "encoder": (config.num_layers, [("attention", "SelfAttention", own)]),
         "decoder": (config.num_decoder_layers, [
             ("self_attention", "SelfAttention", own),

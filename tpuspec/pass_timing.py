@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from tpuspec.decode_state import DecodeState
+from tpuspec.kv_cache import DecoderCache
 from tpuspec.measurement import CostReport, time_interleaved
 from tpuspec.sampling import warp
 from tpuspec.speculative_step import read
@@ -24,7 +25,7 @@ def passes(model: T5, which: str, state: DecodeState, *, width: int, source_posi
     Args:
       which: "target" or "draft", whose cache is used.
     """
-    def body(_: int, carry):
+    def body(_: int, carry: tuple[jax.Array, DecoderCache]) -> tuple[jax.Array, DecoderCache]:
         tokens, cache = carry
         logits, cache = read(model, tokens, state.slots.length_B - 1, state.slots, cache,
                              source_positions)
