@@ -3,15 +3,12 @@
 import argparse
 import sys
 
-import jax.numpy as jnp
-
 from tpuspec import checkpoint
 from tpuspec.huggingface import import_huggingface
 
 
 def run(args: argparse.Namespace) -> int:
-    dtype = None if args.dtype is None else jnp.dtype(args.dtype)
-    loaded = import_huggingface(args.source, dtype=dtype)
+    loaded = import_huggingface(args.source, dtype=args.dtype)
     if loaded.vocabulary is None:
         print(f"{args.source} has no spiece.model: the checkpoint will take and give ids, "
               "not text", file=sys.stderr)

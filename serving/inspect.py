@@ -4,8 +4,6 @@ import argparse
 import json
 from typing import Any
 
-import jax.numpy as jnp
-
 from tpuspec import checkpoint
 from tpuspec.checkpoint import Description
 from tpuspec.presets import PRESETS
@@ -34,7 +32,7 @@ def describe(found: Description) -> dict[str, Any]:
                       if preset.to_json() | {"vocab_size": None} == shapes],
         "parameters": found.parameters,
         "dtype": found.dtype,
-        "bytes_on_device": found.parameters * jnp.dtype(found.dtype).itemsize,
+        "bytes_on_device": found.parameters * found.bytes_per_parameter,
         "vocabulary": None if vocabulary is None else vocabulary.size,
         "embedding_rows": config.vocab_size,
         "tied": config.tie_word_embeddings,

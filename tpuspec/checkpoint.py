@@ -178,6 +178,10 @@ class Description:
     vocabulary: Vocabulary | None
     provenance: dict[str, Any]
 
+    @property
+    def bytes_per_parameter(self) -> int:
+        return jnp.dtype(self.dtype).itemsize
+
 
 def describe(directory: str | os.PathLike[str]) -> Description:
     """Raises ValueError as ``load`` does for what is no whole checkpoint."""

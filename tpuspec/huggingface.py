@@ -35,7 +35,7 @@ _MODEL_TYPES = ("t5", "mt5", "umt5")
 _UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
 
 
-def import_huggingface(directory: str | os.PathLike[str], *, dtype: jnp.dtype | None = None,
+def import_huggingface(directory: str | os.PathLike[str], *, dtype: jnp.dtype | str | None = None,
                        shardings: Shardings | None = None) -> LoadedModel:
     """Reads a checkpoint directory; ``shardings`` as in ``checkpoint.load``.
 
@@ -61,7 +61,7 @@ def import_huggingface(directory: str | os.PathLike[str], *, dtype: jnp.dtype | 
         if dtype == jnp.float16:
             raise ValueError("the weights are float16, in which T5 overflows: ask for "
                              "dtype float32 or bfloat16")
-    abstract = AbstractModel(config, dtype, shardings)
+    abstract = AbstractModel(config, jnp.dtype(dtype), shardings)
     names = parameter_names(config) | {"embedding": (embedding,)}
     ignored = {*_EMBEDDINGS, _UNUSED} - {embedding} | ({_HEAD} if tied else set())
     check_leaves({n: tensors.shapes[n] for n in tensors.shapes if n not in ignored},
