@@ -1,1 +1,32 @@
 """Array kernels for TPU with their plain references; they know arrays, not models."""
+
+from tpuspec.kernels.attention_blocks import (
+    AttentionBlocks,
+    padded_positions,
+    tile_heads,
+    tiled_cache_shape,
+    untile_heads,
+)
+from tpuspec.kernels.cross_attention import cross_attention, sharded_cross_attention
+from tpuspec.kernels.rejection_sampling import RejectionSample, rejection_sample
+from tpuspec.kernels.sampling_reference import WarpedRows, WarpOptions
+from tpuspec.kernels.token_sampling import SampledTokens, sample_tokens
+from tpuspec.kernels.verify_attention import sharded_verify_attention, verify_attention
+
+__all__ = [
+    "AttentionBlocks",
+    "RejectionSample",
+    "SampledTokens",
+    "WarpOptions",
+    "WarpedRows",
+    "cross_attention",
+    "padded_positions",
+    "rejection_sample",
+    "sample_tokens",
+    "sharded_cross_attention",
+    "sharded_verify_attention",
+    "tile_heads",
+    "tiled_cache_shape",
+    "untile_heads",
+    "verify_attention",
+]

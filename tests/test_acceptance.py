@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tpuspec.acceptance import accept
+from tpuspec.kernels import WarpOptions, rejection_sample
+from tpuspec.kernels.sampling_reference import warp
 
 P = np.array([0.50, 0.30, 0.15, 0.05], np.float32)
 Q = np.array([0.30, 0.50, 0.10, 0.10], np.float32)
@@ -14,15 +15,25 @@ ROWS = 200_000
 
 
 def outcome(p, q, drafts, coins, next_coins, limit=None):
-    """One draft per row."""
-    rows = len(drafts)
-    return jax.jit(accept)(
-        jnp.asarray(drafts, jnp.int32)[:, None],
-        jnp.broadcast_to(jnp.asarray(q, jnp.float32), (rows, 1, len(q))),
-        jnp.broadcast_to(jnp.asarray(p, jnp.float32), (rows, 2, len(p))),
-        jnp.full((rows,), 1 if limit is None else limit, jnp.int32),
-        jnp.asarray(coins, jnp.float32)[:, None],
-        jnp.broadcast_to(jnp.asarray(next_coins, jnp.float32)[:, None], (rows, 2)))
+    """One draft per row, at temperature 1."""
+    rows, size = len(drafts), len(p)
+    with np.errstate(divide="ignore"):
+        logits_p, logits_q = np.log(np.asarray(p, np.float32)), np.log(np.asarray(q, np.float32))
+
+    @jax.jit
+    def run(drafts, coins, next_coins):
+        ones = jnp.ones(rows, jnp.float32)
+        options = WarpOptions(ones, jnp.zeros(rows, jnp.int32), ones, jnp.zeros_like(ones))
+        draft_logits = jnp.broadcast_to(jnp.asarray(logits_q), (rows, 1, size))
+        return rejection_sample(
+            drafts[:, None], draft_logits, warp(draft_logits, options, size)[1],
+            jnp.broadcast_to(jnp.asarray(logits_p), (rows, 2, size)), options,
+            jnp.full((rows,), 1 if limit is None else limit, jnp.int32), jnp.ones(rows, bool),
+            coins[:, None], jnp.broadcast_to(next_coins[:, None], (rows, 2)),
+            vocabulary_size=size)
+
+    return run(jnp.asarray(drafts, jnp.int32), jnp.asarray(coins, jnp.float32),
+               jnp.asarray(next_coins, jnp.float32))
 
 
 @pytest.mark.parametrize(("p", "q"), [

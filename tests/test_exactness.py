@@ -16,7 +16,7 @@ from jax import lax
 from programmable import chain, chain_config, fixed
 from scipy import stats
 
-from tpuspec import acceptance
+from tpuspec import kernels
 from tpuspec.decode_state import DecodeState, Slots
 from tpuspec.kv_cache import DecoderCache
 from tpuspec.sampling import SlotSampling
@@ -206,22 +206,25 @@ def test_greedy_ties_are_broken_alike_everywhere():
     assert (sample(target, fixed({6: 1.0}, V), 4, 4, temperature=0.0) == 5).all()
 
 
-def _half_in_place_of_the_coin(drafts, q, p, limit, coins, next_coins):
+def _half_in_place_of_the_coin(*args, **options):
     """A greedy accept rule: raw p/q ≥ 1/2."""
-    return acceptance.accept(drafts, q, p, limit, jnp.full_like(coins, 0.5), next_coins)
+    *first, coins, next_coins = args
+    return kernels.rejection_sample(*first, jnp.full_like(coins, 0.5), next_coins, **options)
 
 
-def _no_residual(drafts, q, p, limit, coins, next_coins):
+def _no_residual(*args, **options):
     """The correction of the first draft comes from p instead of the residual."""
-    good = acceptance.accept(drafts, q, p, limit, coins, next_coins)
-    plain = acceptance.accept(drafts, q, p, jnp.zeros_like(limit), coins, next_coins)
+    *first, limit, active, coins, next_coins = args
+    good = kernels.rejection_sample(*args, **options)
+    plain = kernels.rejection_sample(*first, jnp.zeros_like(limit), active, coins, next_coins,
+                                     **options)
     return good._replace(next_token_B=jnp.where(
         good.accepted_B == 0, plain.next_token_B, good.next_token_B))
 
 
 @pytest.mark.parametrize("broken", [_half_in_place_of_the_coin, _no_residual])
 def test_a_wrong_accept_rule_would_be_seen(broken, monkeypatch):
-    monkeypatch.setattr("tpuspec.speculative_step.accept", broken)
+    monkeypatch.setattr("tpuspec.speculative_step.rejection_sample", broken)
     runner.cache_clear()
     try:
         tokens = sample(chain(P_CHAIN), chain(Q_CHAIN), 4, 4)

@@ -6,21 +6,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tpuspec.sampling import (
-    Purpose,
-    SamplingParams,
-    SlotSampling,
-    draw,
-    seed_words,
-    uniforms,
-    warp,
-)
+from tpuspec.kernels import WarpOptions
+from tpuspec.kernels.sampling_reference import draw, warp
+from tpuspec.sampling import Purpose, SamplingParams, SlotSampling, seed_words, uniforms
 
 
-def slot_sampling(temperature, top_k, top_p) -> SlotSampling:
+def options(temperature, top_k, top_p) -> WarpOptions:
     return SlotSampling(temperature_B=jnp.asarray(temperature, jnp.float32),
                         top_k_B=jnp.asarray(top_k, jnp.int32),
-                        top_p_B=jnp.asarray(top_p, jnp.float32))
+                        top_p_B=jnp.asarray(top_p, jnp.float32)).options()
 
 
 def oracle(logits: np.ndarray, temperature: float, top_k: int, top_p: float,
@@ -43,13 +37,13 @@ def oracle(logits: np.ndarray, temperature: float, top_k: int, top_p: float,
 @pytest.mark.parametrize("vocabulary", [300, 384])
 def test_warp_equals_the_sorting_oracle_for_every_mix_of_options(vocabulary):
     rng = np.random.default_rng(0)
-    options = [(t, k, p) for t in (0.0, 0.3, 0.7, 1.0, 2.5) for k in (0, 1, 3, 40, 10_000)
+    settings = [(t, k, p) for t in (0.0, 0.3, 0.7, 1.0, 2.5) for k in (0, 1, 3, 40, 10_000)
                for p in (1.0, 0.9, 0.5, 0.01)]
-    logits = rng.normal(0, 3, (len(options), 3, 384)).astype(np.float32)
-    probs, sound = jax.jit(warp, static_argnums=2)(
-        jnp.asarray(logits), slot_sampling(*zip(*options, strict=True)), vocabulary)
+    logits = rng.normal(0, 3, (len(settings), 3, 384)).astype(np.float32)
+    probs, _, sound = jax.jit(warp, static_argnums=2)(
+        jnp.asarray(logits), options(*zip(*settings, strict=True)), vocabulary)
     assert sound.all()
-    for row, (t, k, p) in enumerate(options):
+    for row, (t, k, p) in enumerate(settings):
         for g in range(3):
             expected = oracle(logits[row, g], t, k, p, vocabulary)
             np.testing.assert_allclose(probs[row, g, :vocabulary], expected, atol=2e-6)
@@ -59,26 +53,26 @@ def test_warp_equals_the_sorting_oracle_for_every_mix_of_options(vocabulary):
 def test_ids_the_tokenizer_does_not_have_get_probability_zero_even_when_largest():
     logits = jnp.full((1, 1, 8), -5.0).at[0, 0, 6:].set(50.0)
     for temperature in (0.0, 2.0):
-        probs, _ = warp(logits, slot_sampling([temperature], [0], [1.0]), 6)
+        probs, *_ = warp(logits, options([temperature], [0], [1.0]), 6)
         assert np.asarray(probs)[0, 0, 6:].sum() == 0
         assert np.asarray(probs).sum() == pytest.approx(1)
 
 
 def test_greedy_ties_go_to_the_lowest_id():
-    probs, _ = warp(jnp.zeros((1, 1, 8)), slot_sampling([0.0], [0], [1.0]), 8)
+    probs, *_ = warp(jnp.zeros((1, 1, 8)), options([0.0], [0], [1.0]), 8)
     assert np.argmax(probs) == 0 and np.max(probs) == 1
 
 
 def test_non_finite_logits_are_reported_per_row():
     logits = jnp.zeros((1, 4, 8)).at[0, 1, 3].set(jnp.nan).at[0, 2, 0].set(jnp.inf)
     logits = logits.at[0, 3, 5].set(-jnp.inf)
-    _, sound = warp(logits, slot_sampling([1.0], [0], [1.0]), 8)
+    *_, sound = warp(logits, options([1.0], [0], [1.0]), 8)
     assert sound.tolist() == [[True, False, False, True]]
 
 
 def test_logits_are_cast_to_float32_before_the_temperature():
     logits = jnp.asarray([[[1.0, 0.9, -2.0, 0.0]]], jnp.bfloat16)
-    probs, _ = warp(logits, slot_sampling([0.7], [0], [1.0]), 4)
+    probs, *_ = warp(logits, options([0.7], [0], [1.0]), 4)
     expected = oracle(np.asarray(logits, np.float32)[0, 0], 0.7, 0, 1.0, 4)
     np.testing.assert_allclose(probs[0, 0], expected, atol=1e-6)
 

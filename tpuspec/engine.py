@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from tpuspec import mesh as mesh_lib
 from tpuspec.config import EngineConfig, check_range
 from tpuspec.decode_state import MAX_EOS_IDS, NO_ID, DecodeState, Slots, StepOutput
+from tpuspec.kernel_choice import KernelChoice
 from tpuspec.kv_cache import DecoderCache
 from tpuspec.measurement import CostReport
 from tpuspec.pass_timing import passes, time_passes
@@ -74,7 +75,8 @@ class Engine:
     """
 
     def __init__(self, target: T5, draft: T5 | None, config: EngineConfig, *,
-                 vocabulary_size: int, mesh: Mesh | None = None):
+                 vocabulary_size: int, mesh: Mesh | None = None,
+                 kernels: KernelChoice | None = None):
         """Raises ValueError on a vocabulary larger than a model's or an undraftable ladder."""
         for name, model in (("target", target), ("draft", draft)):
             if model is not None:
@@ -91,6 +93,7 @@ class Engine:
         self.cost: CostReport | None = None
         self.start_id = target.config.decoder_start_token_id
         self._mesh = mesh
+        self._kernels = kernels or KernelChoice.default(mesh)
         self._tenants: dict[int, _Tenant] = {}
         self._programs: dict[tuple, jax.stages.Compiled] = {}
         self._graphs: list[nnx.GraphDef] = []
@@ -232,7 +235,7 @@ class Engine:
             return DecoderCache.zeros(
                 model.config, slots=self.config.slots, positions=self.config.target_positions,
                 source_positions=self.config.max_source_length,
-                dtype=model.embedding[...].dtype)
+                dtype=model.embedding[...].dtype, tiled=self._kernels.tiles(model.config))
 
         state = DecodeState(slots=Slots.empty(self.config.slots), target_cache=cache(target),
                             draft_cache=None if draft is None else cache(draft))
@@ -264,7 +267,7 @@ class Engine:
         target, draft = self._models(weights)
         state, output = step(target, draft, state, draft_length=rung,
                              target_width=self._target_width(rung), source_positions=bucket,
-                             vocabulary_size=self.vocabulary_size)
+                             vocabulary_size=self.vocabulary_size, kernels=self._kernels)
         return state, output.pack()
 
     def _release_program(self, weights, state, slot):
@@ -278,7 +281,7 @@ class Engine:
         assert model is not None
         return passes(model, which, state, width=width,
                       source_positions=self.config.source_buckets[0],
-                      vocabulary_size=self.vocabulary_size)
+                      vocabulary_size=self.vocabulary_size, kernels=self._kernels)
 
     def _plan(self) -> dict[tuple, tuple[Callable, tuple]]:
         """Key -> (function, arguments after state) of every program."""

@@ -14,11 +14,12 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from tpuspec.config import T5Config
+from tpuspec.kernels import tile_heads, tiled_cache_shape
 
 
 @functools.partial(jax.tree_util.register_dataclass,
                    data_fields=["self_k", "self_v", "cross_k", "cross_v"],
-                   meta_fields=[])
+                   meta_fields=["tiled"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderCache:
     """Keys and values of one model for all slots, one array a layer.
@@ -28,27 +29,39 @@ class DecoderCache:
         so that a product over one head's positions reads memory in order.
       cross_k, cross_v: L arrays [B, N, S, H] of source positions, written once
         per request.
+      tiled: whether the arrays are in the kernels' layout instead, [B, P, T, 128] and
+        [B, P, S, 128] (see ``tpuspec.kernels.attention_blocks``).
     """
 
     self_k: tuple[jax.Array, ...]
     self_v: tuple[jax.Array, ...]
     cross_k: tuple[jax.Array, ...]
     cross_v: tuple[jax.Array, ...]
+    tiled: bool = False
 
     @classmethod
-    def zeros(cls, config: T5Config, *, slots: int, positions: int,
-              source_positions: int, dtype: jnp.dtype) -> "DecoderCache":
-        """Memory: 2 L slots (positions + source_positions) N H elements."""
+    def zeros(cls, config: T5Config, *, slots: int, positions: int, source_positions: int,
+              dtype: jnp.dtype, tiled: bool = False) -> "DecoderCache":
+        """Memory: 2 L slots (positions + source_positions) N H elements, both lengths
+        rounded up to a multiple of 128 if tiled."""
 
         def layers(length: int) -> tuple[jax.Array, ...]:
             shape = (slots, config.num_heads, length, config.d_kv)
+            if tiled:
+                shape = tiled_cache_shape(slots=slots, positions=length, head_width=config.d_kv,
+                                          num_heads=config.num_heads)
             return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_decoder_layers))
 
         return cls(self_k=layers(positions), self_v=layers(positions),
-                   cross_k=layers(source_positions), cross_v=layers(source_positions))
+                   cross_k=layers(source_positions), cross_v=layers(source_positions),
+                   tiled=tiled)
 
     def limit_source(self, positions: int) -> "DecoderCache":
-        """A view whose cross-attention reads only the first source positions."""
+        """A view whose cross-attention reads only the first source positions. The
+        kernels read no further than each slot's own length."""
+        if self.tiled:
+            return self
+
         def cut(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             return tuple(a[:, :, :positions] for a in arrays)
         return dataclasses.replace(self, cross_k=cut(self.cross_k), cross_v=cut(self.cross_v))
@@ -61,6 +74,10 @@ class DecoderCache:
         Everything else of the slot becomes 0: masked positions weigh 0, but a NaN
         left by an earlier tenant would pass through a product with 0.
         """
+        def source(row: jax.Array) -> jax.Array:
+            return tile_heads(jnp.swapaxes(row, 1, 2).reshape(1, row.shape[2], -1)
+                              ) if self.tiled else row
+
         def fill(buffers: tuple[jax.Array, ...], rows: list[jax.Array]) -> tuple[jax.Array, ...]:
             filled = []
             for buffer, row in zip(buffers, rows, strict=True):
@@ -70,10 +87,10 @@ class DecoderCache:
             return tuple(filled)
 
         nothing = [jnp.zeros_like(buffer[:1]) for buffer in self.self_k]
-        return DecoderCache(
-            self_k=fill(self.self_k, nothing), self_v=fill(self.self_v, nothing),
-            cross_k=fill(self.cross_k, [k for k, _ in keys_values]),
-            cross_v=fill(self.cross_v, [v for _, v in keys_values]))
+        return dataclasses.replace(
+            self, self_k=fill(self.self_k, nothing), self_v=fill(self.self_v, nothing),
+            cross_k=fill(self.cross_k, [source(k) for k, _ in keys_values]),
+            cross_v=fill(self.cross_v, [source(v) for _, v in keys_values]))
 
 
 def write_window(buffer_BNTH: Float[Array, "B N T H"], new_BNGH: Float[Array, "B N G H"],

@@ -77,8 +77,8 @@ class CostReport:
     """Times of the compiled programs, in milliseconds.
 
     Attributes:
-      target_ms: one target pass of plain decoding, with its distribution.
-      draft_ms: one draft pass of width 1, with its distribution; None without draft.
+      target_ms: one target pass of plain decoding, and the choice of a token.
+      draft_ms: one draft pass of width 1, and the choice of a token; None without draft.
       verify_ms: one target pass of a step of γ drafts, by γ: γ + 1 positions, or the
         one width of all passes in bfloat16.
       step_ms: the whole fused step, by γ.

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 from tpuspec.decode_state import DecodeState
+from tpuspec.kernel_choice import KernelChoice
 from tpuspec.kv_cache import DecoderCache
 from tpuspec.measurement import CostReport, time_interleaved
-from tpuspec.sampling import warp
 from tpuspec.speculative_step import read
 from tpuspec.t5 import T5
 
@@ -18,9 +18,9 @@ _REPEATS = 15
 
 
 def passes(model: T5, which: str, state: DecodeState, *, width: int, source_positions: int,
-           vocabulary_size: int) -> tuple[DecodeState, jax.Array]:
-    """Passes over ``width`` tokens with their distributions, one after the other, so
-    that launching does not count.
+           vocabulary_size: int, kernels: KernelChoice) -> tuple[DecodeState, jax.Array]:
+    """Passes over ``width`` tokens, each with a greedy choice of the next, one after the
+    other, so that launching does not count.
 
     Args:
       which: "target" or "draft", whose cache is used.
@@ -28,9 +28,8 @@ def passes(model: T5, which: str, state: DecodeState, *, width: int, source_posi
     def body(_: int, carry: tuple[jax.Array, DecoderCache]) -> tuple[jax.Array, DecoderCache]:
         tokens, cache = carry
         logits, cache = read(model, tokens, state.slots.length_B - 1, state.slots, cache,
-                             source_positions)
-        probs, _ = warp(logits, state.slots.sampling, vocabulary_size)
-        return jnp.argmax(probs, axis=-1).astype(jnp.int32), cache
+                             source_positions, kernels=kernels)
+        return jnp.argmax(logits[..., :vocabulary_size], axis=-1).astype(jnp.int32), cache
 
     slots = state.slots.length_B.shape[0]
     tokens, cache = jax.lax.fori_loop(

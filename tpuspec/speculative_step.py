@@ -6,16 +6,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tpuspec.acceptance import accept
 from tpuspec.decode_state import DecodeState, FinishReason, Slots, StepOutput
+from tpuspec.kernel_choice import XLA, KernelChoice
+from tpuspec.kernels import SampledTokens, WarpedRows, rejection_sample, sample_tokens
 from tpuspec.kv_cache import DecoderCache
-from tpuspec.sampling import Purpose, draw, uniforms, warp
+from tpuspec.sampling import Purpose, uniforms
 from tpuspec.t5 import T5
 
 
 def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
          target_width: int, source_positions: int, vocabulary_size: int,
-         ) -> tuple[DecodeState, StepOutput]:
+         kernels: KernelChoice = XLA) -> tuple[DecodeState, StepOutput]:
     """Advances every active slot by 1 to ``draft_length + 1`` tokens.
 
     Args:
@@ -34,39 +35,39 @@ def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
     pending_B = pending_token(slots)
     positions_BG = slots.length_B[:, None] + jnp.arange(draft_length + 1)[None, :]
     coins = uniforms(slots.seed_B2, positions_BG)
-    drafts_Bγ = jnp.zeros((pending_B.shape[0], 0), jnp.int32)
-    draft_probs_BγV = jnp.zeros((pending_B.shape[0], 0, target.config.vocab_size), jnp.float32)
-    draft_sound_B = jnp.ones_like(slots.active_B)
+    none_Bγ = jnp.zeros((pending_B.shape[0], 0))
+    drafted = SampledTokens(none_Bγ.astype(jnp.int32), WarpedRows(none_Bγ, none_Bγ, none_Bγ),
+                            none_Bγ.astype(bool))
+    draft_logits_BγV = jnp.zeros((pending_B.shape[0], 0, target.config.vocab_size))
     draft_cache = state.draft_cache
     if draft_length:
         assert draft is not None and draft_cache is not None
         with jax.named_scope("draft"):
-            drafts_Bγ, draft_probs_BγV, sound_Bγ, draft_cache = propose(
+            drafted, draft_logits_BγV, draft_cache = propose(
                 draft, slots, draft_cache, coins[Purpose.DRAFT, :, :-1], source_positions,
-                vocabulary_size)
-            draft_probs_BγV = fit_vocabulary(draft_probs_BγV, target.config.vocab_size)
-            examined = jnp.arange(draft_length)[None, :] < slots.draft_limit_B[:, None]
-            draft_sound_B = jnp.all(sound_Bγ | ~examined, axis=1)
+                vocabulary_size, kernels)
+    drafts_Bγ = drafted.token_B
 
     with jax.named_scope("verify"):
         window_BG = jnp.concatenate([pending_B[:, None], drafts_Bγ], axis=1)
         window_BG = jnp.pad(window_BG, ((0, 0), (0, target_width - draft_length - 1)))
         logits_BGV, target_cache = read(target, window_BG, slots.length_B - 1, slots,
-                                        state.target_cache, source_positions)
+                                        state.target_cache, source_positions, kernels=kernels)
         logits_BGV = logits_BGV[:, :draft_length + 1]
     with jax.named_scope("accept"):
-        target_probs_BGV, sound_BG = warp(logits_BGV, slots.sampling, vocabulary_size)
         limit_B = jnp.minimum(slots.draft_limit_B, draft_length)
-        outcome = accept(drafts_Bγ, draft_probs_BγV, target_probs_BGV, limit_B,
-                         coins[Purpose.ACCEPT, :, :-1], coins[Purpose.CORRECTION])
+        outcome = rejection_sample(
+            drafts_Bγ, draft_logits_BγV, drafted.rows_B, logits_BGV, slots.sampling.options(),
+            limit_B, slots.active_B, coins[Purpose.ACCEPT, :, :-1], coins[Purpose.CORRECTION],
+            vocabulary_size=vocabulary_size, **kernels.sampling())
     with jax.named_scope("commit"):
         accepted_B = outcome.accepted_B
         index = jnp.arange(draft_length + 1)[None, :]
         tokens_BG = jnp.where(
             index < accepted_B[:, None], jnp.pad(drafts_Bγ, ((0, 0), (0, 1))),
             jnp.where(index == accepted_B[:, None], outcome.next_token_B[:, None], 0))
-        seen = index <= accepted_B[:, None]
-        sound_B = draft_sound_B & jnp.all(sound_BG | ~seen, axis=1)
+        examined_Bγ = jnp.arange(draft_length)[None, :] < limit_B[:, None]
+        sound_B = outcome.sound_B & jnp.all(drafted.sound_B | ~examined_Bγ, axis=1)
         slots, output = commit(slots, tokens_BG, accepted_B, limit_B, outcome.overlap_Bγ, sound_B)
     return DecodeState(slots=slots, target_cache=target_cache, draft_cache=draft_cache), output
 
@@ -78,54 +79,47 @@ def pending_token(slots: Slots) -> jax.Array:
 
 def read(model: T5, tokens_BG: jax.Array, start_B: jax.Array, slots: Slots,
          cache: DecoderCache, source_positions: int, row_B: jax.Array | None = None,
-         ) -> tuple[jax.Array, DecoderCache]:
+         kernels: KernelChoice = XLA) -> tuple[jax.Array, DecoderCache]:
     """One pass over a window, with cross-attention limited to the source bucket."""
     logits, written = model.decode(tokens_BG, start_B, slots.source_length_B,
-                                   cache.limit_source(source_positions), row_B)
+                                   cache.limit_source(source_positions), row_B, kernels)
     return logits, dataclasses.replace(cache, self_k=written.self_k, self_v=written.self_v)
 
 
 def propose(draft: T5, slots: Slots, cache: DecoderCache, coins_Bγ: jax.Array,
-            source_positions: int, vocabulary_size: int,
-            ) -> tuple[jax.Array, jax.Array, jax.Array, DecoderCache]:
-    """One draft pass per coin. Returns drafts [B, γ], their distributions [B, γ, V],
-    soundness [B, γ]
-    and the draft's cache.
+            source_positions: int, vocabulary_size: int, kernels: KernelChoice,
+            ) -> tuple[SampledTokens, jax.Array, DecoderCache]:
+    """One draft pass per coin. Returns the drafts with the figures of their
+    distributions, all [B, γ], the logits [B, γ, V] and the draft's cache.
 
     The first pass reads the last two final tokens. The first of them is a rewrite
     with the same values, except after a step in which every draft was accepted,
     where it is the catch-up that keeps the draft's cache whole.
     """
+    options = slots.sampling.options()
 
-    def sample(logits_B1V: jax.Array, coin_B: jax.Array,
-               ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        probs, sound = warp(logits_B1V, slots.sampling, vocabulary_size)
-        return draw(probs[:, 0], coin_B), probs[:, 0], sound[:, 0]
+    def sample(logits_B1V: jax.Array, coin_B: jax.Array) -> tuple[SampledTokens, jax.Array]:
+        logits_BV = logits_B1V[:, 0]
+        return sample_tokens(logits_BV, options, coin_B, vocabulary_size=vocabulary_size,
+                             **kernels.sampling()), logits_BV
 
     start_B = jnp.maximum(slots.length_B - 2, 0)
     logits, cache = read(draft, slots.last_two_B2, start_B, slots, cache, source_positions,
-                         row_B=slots.length_B - 1 - start_B)
+                         slots.length_B - 1 - start_B, kernels)
     first = sample(logits, coins_Bγ[:, 0])
 
     def body(carry, coin_B):
         token_B, position_B, cache = carry
         logits, cache = read(draft, token_B[:, None], position_B, slots, cache,
-                             source_positions)
+                             source_positions, kernels=kernels)
         sampled = sample(logits, coin_B)
-        return (sampled[0], position_B + 1, cache), sampled
+        return (sampled[0].token_B, position_B + 1, cache), sampled
 
-    (_, _, cache), rest = lax.scan(body, (first[0], slots.length_B, cache), coins_Bγ[:, 1:].T)
-    drafts, probs, sound = jax.tree.map(
+    (_, _, cache), rest = lax.scan(body, (first[0].token_B, slots.length_B, cache),
+                                   coins_Bγ[:, 1:].T)
+    drafted, logits_BγV = jax.tree.map(
         lambda one, more: jnp.moveaxis(jnp.concatenate([one[None], more]), 0, 1), first, rest)
-    return drafts, probs, sound, cache
-
-
-def fit_vocabulary(probs: jax.Array, size: int) -> jax.Array:
-    """Pads or crops the last axis; rows beyond the vocabulary have probability 0."""
-    have = probs.shape[-1]
-    if have >= size:
-        return probs[..., :size]
-    return jnp.pad(probs, ((0, 0),) * (probs.ndim - 1) + ((0, size - have),))
+    return drafted, logits_BγV, cache
 
 
 def commit(slots: Slots, tokens_BG: jax.Array, accepted_B: jax.Array, limit_B: jax.Array,

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from tpuspec.config import T5Config
+from tpuspec.kernel_choice import XLA, KernelChoice
 from tpuspec.kv_cache import DecoderCache, write_window
 from tpuspec.t5_layers import (
     MASKED,
@@ -75,6 +76,22 @@ class DecoderLayer(nnx.Module):
             x = x + drop(self.mlp(self.mlp_norm(x)))
         return x, (k, v)
 
+    def read_tiled(self, x_BGD: jax.Array, cross: KeysValues, bias_ND: jax.Array,
+                   source_lengths_B: jax.Array, cached: KeysValues, start_B: jax.Array,
+                   config: T5Config, kernels: KernelChoice) -> tuple[jax.Array, KeysValues]:
+        """The same by the attention kernels, over caches in their layout."""
+        with jax.named_scope("self_attention"):
+            mixed, k, v = kernels.verify_attention(
+                config, *self.self_attention.qkv(self.self_norm(x_BGD)), *cached, bias_ND, start_B)
+            x = x_BGD + self.self_attention.o(mixed)
+        with jax.named_scope("cross_attention"):
+            queries = self.cross_attention.q(self.cross_norm(x))
+            x = x + self.cross_attention.o(
+                kernels.cross_attention(config, queries, *cross, source_lengths_B))
+        with jax.named_scope("feed_forward"):
+            x = x + self.mlp(self.mlp_norm(x))
+        return x, (k, v)
+
 
 class T5(nnx.Module):
     """One encoder-decoder model (T5 1.0, T5 1.1, Flan, mT5, umT5, UL2, ByT5, MADLAD).
@@ -133,7 +150,8 @@ class T5(nnx.Module):
 
     def decode(self, tokens_BG: Int[Array, "B G"], start_B: Int[Array, " B"],
                source_lengths_B: Int[Array, " B"], cache: DecoderCache,
-               row_B: Int[Array, " B"] | None = None) -> tuple[Float[Array, "B R V"], DecoderCache]:
+               row_B: Int[Array, " B"] | None = None, kernels: KernelChoice = XLA,
+               ) -> tuple[Float[Array, "B R V"], DecoderCache]:
         """Reads G tokens at positions ``start .. start + G - 1`` of each slot.
 
         Returns float32 logits for the position after each token, R = G (of row ``row``
@@ -141,13 +159,17 @@ class T5(nnx.Module):
         written in place. Every position attends to all positions before it in the
         cache and in the window.
         """
-        positions_T = jnp.arange(cache.self_k[0].shape[2])
-        positions_BG = start_B[:, None] + jnp.arange(tokens_BG.shape[1])[None, :]
-        distance = positions_BG[:, :, None] - positions_T[None, None, :]
-        x, written = self._decode(
-            tokens_BG, distance, source_lengths_B,
-            tuple(zip(cache.cross_k, cache.cross_v, strict=True)),
-            tuple(zip(cache.self_k, cache.self_v, strict=True)), start_B, _keep)
+        cross = tuple(zip(cache.cross_k, cache.cross_v, strict=True))
+        cached = tuple(zip(cache.self_k, cache.self_v, strict=True))
+        if cache.tiled:
+            x, written = self._decode_tiled(tokens_BG, source_lengths_B, cross, cached, start_B,
+                                            kernels)
+        else:
+            positions_T = jnp.arange(cache.self_k[0].shape[2])
+            positions_BG = start_B[:, None] + jnp.arange(tokens_BG.shape[1])[None, :]
+            distance = positions_BG[:, :, None] - positions_T[None, None, :]
+            x, written = self._decode(tokens_BG, distance, source_lengths_B, cross, cached,
+                                      start_B, _keep)
         cache = dataclasses.replace(cache, self_k=tuple(k for k, _ in written),
                                     self_v=tuple(v for _, v in written))
         if row_B is not None:  # before the head: one row of logits instead of G
@@ -181,6 +203,21 @@ class T5(nnx.Module):
                 cached[i] if cached is not None else None, start_B, drop)
             written.append(keys_values)
         return drop(self.decoder_norm(x)), written
+
+    def _decode_tiled(self, tokens_BG: jax.Array, source_lengths_B: jax.Array,
+                      cross: tuple[KeysValues, ...], cached: tuple[KeysValues, ...],
+                      start_B: jax.Array, kernels: KernelChoice,
+                      ) -> tuple[jax.Array, list[KeysValues]]:
+        # The bias is constant from distance 113 on; the kernels take 128 distances.
+        biases = [table.by_distance()[:, :128] for table in self.decoder_bias]
+        x = self._embed(tokens_BG)
+        written = []
+        for i, layer in enumerate(self.decoder_layers):
+            x, keys_values = layer.read_tiled(
+                x, cross[i], biases[min(i, len(biases) - 1)], source_lengths_B, cached[i], start_B,
+                self.config, kernels)
+            written.append(keys_values)
+        return self.decoder_norm(x), written
 
     def _logits(self, x_BGD: jax.Array) -> jax.Array:
         with jax.named_scope("logits"):

@@ -1,0 +1,56 @@
+"""The engine with the TPU kernels, interpreted on the CPU, gives the ids of plain XLA."""
+
+import pytest
+from engines import Job, run
+from programmable import rand
+
+from tpuspec import mesh as mesh_lib
+from tpuspec.config import EngineConfig
+from tpuspec.engine import Engine
+from tpuspec.kernel_choice import KernelChoice
+from tpuspec.sampling import SamplingParams
+
+CONFIG = EngineConfig(slots=2, source_buckets=(8,), max_target_length=8, draft_lengths=(0, 2),
+                      draft_length=2)
+SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
+JOBS = [Job(source=[5, 9, 7, 1], eos_ids=(), max_new_tokens=8, draft_length=2),
+        Job(source=[11, 1], eos_ids=(), max_new_tokens=7, draft_length=2, sampling=SAMPLED, seed=3),
+        Job(source=[30, 4, 1], eos_ids=(), max_new_tokens=8, draft_length=0, start=5)]
+
+
+def pair(**shape):
+    shape = dict(vocab=48, layers=1, d_kv=64, bias_std=1.0) | shape
+    return rand(0, **shape), rand(0, noise=0.05, **shape)
+
+
+def ids(engine: Engine) -> list[list[int]]:
+    engine.compile()
+    return [result.ids for result in run(engine, JOBS, slots=[0, 1, 0])]
+
+
+@pytest.mark.parametrize("heads", [2, 4])
+def test_interpreted_kernels_give_the_ids_of_xla(heads):
+    target, draft = pair(num_heads=heads)
+    plain = ids(Engine(target, draft, CONFIG, vocabulary_size=48))
+    kernels = KernelChoice(implementation="pallas", interpret=True)
+    engine = Engine(target, draft, CONFIG, vocabulary_size=48, kernels=kernels)
+    assert engine._state.target_cache.self_k[0].shape == (2, heads // 2, 128, 128)
+    assert ids(engine) == plain
+
+
+def test_heads_that_do_not_fill_the_lanes_keep_to_xla():
+    target, draft = pair(d_kv=16, num_heads=4)
+    kernels = KernelChoice(implementation="pallas", interpret=True)
+    assert not kernels.tiles(target.config)
+    engine = Engine(target, draft, CONFIG, vocabulary_size=48, kernels=kernels)
+    assert engine._state.target_cache.self_k[0].shape == (2, 4, CONFIG.target_positions, 16)
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_on_a_mesh():
+    target, draft = pair(num_heads=4)
+    plain = ids(Engine(target, draft, CONFIG, vocabulary_size=48))
+    mesh = mesh_lib.make_mesh(2, 2)
+    kernels = KernelChoice(implementation="pallas", interpret=True, mesh=mesh)
+    assert ids(Engine(target, draft, CONFIG, vocabulary_size=48, mesh=mesh,
+                      kernels=kernels)) == plain
