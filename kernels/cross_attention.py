@@ -57,7 +57,7 @@ def cross_attention(
 
 
 def sharded_cross_attention(
-    mesh: jax.sharding.Mesh, *, heads: str, slots: str | None = None, **options: Any
+    mesh: jax.sharding.Mesh, *, heads: str | None, slots: str | None = None, **options: Any
 ) -> Any:
     """``cross_attention`` with heads, and slots if named, split over axes of a mesh.
 
@@ -65,7 +65,7 @@ def sharded_cross_attention(
 
     Args:
       mesh: the devices.
-      heads: axis that splits E and P.
+      heads: axis that splits E and P, or None.
       slots: axis that splits B.
       options: keyword arguments of ``cross_attention``.
     """

@@ -65,7 +65,7 @@ def verify_attention(
 
 
 def sharded_verify_attention(
-    mesh: jax.sharding.Mesh, *, heads: str, slots: str | None = None, **options: Any
+    mesh: jax.sharding.Mesh, *, heads: str | None, slots: str | None = None, **options: Any
 ) -> Any:
     """``verify_attention`` with heads, and slots if named, split over axes of a mesh.
 
@@ -73,7 +73,7 @@ def sharded_verify_attention(
 
     Args:
       mesh: the devices.
-      heads: axis that splits E, P and N.
+      heads: axis that splits E, P and N, or None.
       slots: axis that splits B.
       options: keyword arguments of ``verify_attention``.
     """

@@ -47,7 +47,7 @@ class KernelChoice:
     def verify_attention(self, config: T5Config, *arrays: jax.Array,
                          ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See ``kernels.verify_attention``."""
-        options = dict(implementation="pallas", interpret=self.interpret)
+        options: dict[str, Any] = dict(implementation="pallas", interpret=self.interpret)
         if self.mesh is None:
             return kernels.verify_attention(*arrays, **options)
         return kernels.sharded_verify_attention(
@@ -55,7 +55,8 @@ class KernelChoice:
 
     def cross_attention(self, config: T5Config, *arrays: jax.Array) -> jax.Array:
         """See ``kernels.cross_attention``."""
-        options = dict(implementation="pallas", interpret=self.interpret, head_width=config.d_kv)
+        options: dict[str, Any] = dict(
+            implementation="pallas", interpret=self.interpret, head_width=config.d_kv)
         if self.mesh is None:
             return kernels.cross_attention(*arrays, **options)
         return kernels.sharded_cross_attention(
