@@ -1,5 +1,5 @@
 """The kernel, interpreted, against a sorting float64 oracle, the plain reference and the
-theorem; the reference against the engine's own sampling."""
+theorem."""
 
 import functools
 
@@ -11,7 +11,6 @@ import sampling_oracle
 from jax.experimental.pallas import tpu as pltpu
 from scipy import stats
 
-from tpuspec import acceptance, sampling
 from tpuspec.kernels import (
     WarpedRows,
     WarpOptions,
@@ -111,26 +110,6 @@ def check_with_oracle(arguments, actual, vocabulary_size, least_certain=0.95):
         np.testing.assert_allclose(actual.overlap_Bγ[b], np.minimum(p[:-1], q).sum(-1), atol=1e-5)
     assert certain > least_certain * len(a["limit_B"])
     assert actual.sound_B.all()
-
-
-def test_the_reference_decides_as_the_engine_does():
-    """Bit for bit, but for min-p, which the engine does not have."""
-    arguments = case(10)
-    options = arguments["options"]._replace(min_p_B=jnp.zeros(SLOTS, jnp.float32))
-    arguments = case(10, options=options)
-    slots = sampling.SlotSampling(temperature_B=options.temperature_B, top_k_B=options.top_k_B,
-                                  top_p_B=options.top_p_B)
-    engine_warp = jax.jit(sampling.warp, static_argnums=2)
-    p, _ = engine_warp(arguments["target_logits_BGV"], slots, VOCABULARY)
-    q, _ = engine_warp(arguments["draft_logits_BγV"], slots, VOCABULARY)
-    expected = jax.jit(acceptance.accept)(
-        arguments["drafts_Bγ"], q, p, arguments["limit_B"], arguments["accept_uniforms_Bγ"],
-        arguments["next_uniforms_BG"])
-    actual = reference()(**arguments)
-    np.testing.assert_array_equal(actual.accepted_B, expected.accepted_B)
-    np.testing.assert_array_equal(actual.next_token_B, expected.next_token_B)
-    np.testing.assert_allclose(actual.overlap_Bγ, expected.overlap_Bγ, rtol=1e-6)
-    assert len(set(np.asarray(actual.accepted_B).tolist())) == G
 
 
 OPTIONS = [(0.8, 0, 1.0, 0.0), (1.0, 12, 0.9, 0.0), (1.5, 0, 0.6, 0.05)]
