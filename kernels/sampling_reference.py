@@ -73,7 +73,9 @@ def warp(logits_BGV: Float[Array, "B G V"], options: WarpOptions, vocabulary_siz
     weights = jnp.where(greedy, one_hot, jnp.where(e >= threshold, e, 0.0))
     total = jnp.sum(weights, axis=-1, keepdims=True)
     rows = WarpedRows(*(x[..., 0] for x in (top, threshold, total)))
-    return weights / total, rows, jnp.isfinite(top[..., 0])
+    # A maximum may lose a NaN (XLA's on a CPU does).
+    sound = jnp.isfinite(top[..., 0]) & ~jnp.any(jnp.isnan(logits), axis=-1)
+    return weights / total, rows, sound
 
 
 def _threshold(e: jax.Array, top_k: jax.Array, top_p: jax.Array) -> jax.Array:

@@ -92,7 +92,7 @@ def max_tiles(tiles: int, value: Callable[[TileIndex], Tile], shape: tuple[int, 
     """Row maxima of ``value(tile)`` over the tiles; NaN if there is one."""
     best = chains(tiles, lambda tile, best: jnp.maximum(best, value(tile)),
                   jnp.full(shape, -jnp.inf, jnp.float32))
-    return row_max(functools.reduce(jnp.maximum, best))
+    return row_max_or_nan(functools.reduce(jnp.maximum, best))
 
 
 def row_sum(tile: Tile) -> Rows:
@@ -101,6 +101,12 @@ def row_sum(tile: Tile) -> Rows:
 
 def row_max(tile: Tile) -> Rows:
     return jnp.broadcast_to(jnp.max(tile, axis=1, keepdims=True), tile.shape)
+
+
+def row_max_or_nan(tile: Tile) -> Rows:
+    """Row maxima; NaN if there is one, which a reduction may lose (XLA's on a CPU does)."""
+    is_nan = row_max(jnp.where(tile != tile, 1.0, 0.0)) > 0
+    return jnp.where(is_nan, jnp.nan, row_max(tile))
 
 
 def row_min(tile: Tile) -> Rows:
@@ -143,7 +149,7 @@ def first_largest(logits: Callable[[TileIndex], Tile], tiles: int, shape: tuple[
 
     carries = chains(tiles, step, (jnp.full(shape, -jnp.inf, jnp.float32),
                                    jnp.zeros(shape, jnp.int32)))
-    top = row_max(functools.reduce(jnp.maximum, [best for best, _ in carries]))
+    top = row_max_or_nan(functools.reduce(jnp.maximum, [best for best, _ in carries]))
     lane = lax.broadcasted_iota(jnp.int32, shape, 1)
     # Lanes are reduced in float32, which ids up to 2**24 are exact in.
     ids = [jnp.where(best == top, (at * LANES + lane).astype(jnp.float32), tiles * LANES - 1.0)

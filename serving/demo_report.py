@@ -120,7 +120,7 @@ class Report:
             "c": self.c, "gamma": self.draft_length,
             "tokens_per_target_run": self.tokens_per_target_run,
             "predicted_speedup": self.predicted_speedup,
-            "observed_speedup": self.observed_speedup, "note": self.why_not_faster()}
+            "observed_speedup": self.observed_speedup}
 
     def why_not_faster(self) -> str | None:
         """One sentence if speculation did not pay on this machine."""

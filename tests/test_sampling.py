@@ -68,6 +68,9 @@ def test_non_finite_logits_are_reported_per_row():
     logits = logits.at[0, 3, 5].set(-jnp.inf)
     *_, sound = warp(logits, options([1.0], [0], [1.0]), 8)
     assert sound.tolist() == [[True, False, False, True]]
+    wide = jnp.zeros((2, 2, 700)).at[0, 1, 650].set(jnp.nan).at[1, 0, 3].set(jnp.nan)
+    *_, sound = jax.jit(warp, static_argnums=2)(wide, options([1.0] * 2, [0] * 2, [1.0] * 2), 700)
+    assert sound.tolist() == [[True, False], [False, True]]
 
 
 def test_logits_are_cast_to_float32_before_the_temperature():
