@@ -25,7 +25,7 @@ SOURCES = (
     TRANSLATE + "Where is the nearest train station?",
     TRANSLATE + "I would like to learn German because my grandmother lives in Berlin.",
     TRANSLATE + "She has been waiting for you for more than two hours.",
-    TRANSLATE + "If it rains tomorrow, we will stay at home and play chess.",
+    TRANSLATE + "He asked me if I could help him.",
     TRANSLATE + "Can you tell me why you did not come to school yesterday?",
     RESTORE + "tom said that he would be back before monday",
     RESTORE + "do you know when mary is going to arrive in boston",
