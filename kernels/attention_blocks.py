@@ -8,16 +8,11 @@ positions of one tile are contiguous in HBM.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
-
-Implementation = Literal["xla", "pallas"]
 
 LANES = 128
 POSITION_TILE = 128  # the number of positions of a cache is a multiple of this
@@ -149,28 +144,3 @@ def check_supported(q_BGE: jax.Array, k_BPTL: jax.Array, head_width: int) -> Non
             "queries and cache must both be float32 or bfloat16, "
             f"got {q_BGE.dtype} and {k_BPTL.dtype}"
         )
-
-
-def dispatch(
-    implementation: Implementation | None, pallas: Callable[[], Any], xla: Callable[[], Any]
-) -> Any:
-    """Runs one of two implementations of the same function.
-
-    None takes the kernel on a TPU, if it supports the shapes, and XLA otherwise.
-
-    Raises:
-      NotImplementedError: "pallas" was asked for and does not support the shapes.
-    """
-    if implementation == "xla" or (implementation is None and jax.default_backend() != "tpu"):
-        return xla()
-    try:
-        return pallas()
-    except NotImplementedError:
-        if implementation == "pallas":
-            raise
-        return xla()
-
-
-def precision_of(dtype: jnp.dtype) -> lax.Precision | None:
-    """float32 means float32: the matrix unit would round the factors of a product."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else None

@@ -4,7 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from tpuspec.kernels.attention_blocks import LANES, MASKED, precision_of
+from tpuspec.kernels.attention_blocks import LANES, MASKED
+from tpuspec.kernels.implementation import precision_of
 
 
 def attend(

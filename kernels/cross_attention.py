@@ -7,13 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from tpuspec.kernels.attention_blocks import (
-    AttentionBlocks,
-    Implementation,
-    dispatch,
-)
+from tpuspec.kernels.attention_blocks import AttentionBlocks
 from tpuspec.kernels.attention_reference import attend
 from tpuspec.kernels.cross_attention_pallas import cross_attention_pallas
+from tpuspec.kernels.implementation import Implementation, dispatch
 
 
 def cross_attention(

@@ -1,11 +1,11 @@
 """Accept / reject of drafts and the next token, from logits, in one pass over them."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from tpuspec.kernels.implementation import Implementation, dispatch
 from tpuspec.kernels.rejection_sampling_pallas import rejection_sample_pallas
 from tpuspec.kernels.sampling_reference import WarpedRows, WarpOptions, draw, warp
 from tpuspec.kernels.token_sampling import sample_tokens
@@ -33,7 +33,7 @@ def rejection_sample(
         draft_rows_Bγ: WarpedRows, target_logits_BGV: Float[Array, "B g+1 V"],
         options: WarpOptions, limit_B: Int[Array, " B"], active_B: Bool[Array, " B"],
         accept_uniforms_Bγ: Float[Array, "B g"], next_uniforms_BG: Float[Array, "B g+1"], *,
-        vocabulary_size: int, implementation: Literal["xla", "pallas"] | None = None,
+        vocabulary_size: int, implementation: Implementation | None = None,
         interpret: Any = False) -> RejectionSample:
     """Accepts a prefix of the drafts and draws one token from the target itself.
 
@@ -50,7 +50,7 @@ def rejection_sample(
 
     Args:
       draft_rows_Bγ: figures of the draft's distributions, as they were drawn from
-        (see ``sample``).
+        (see ``sample_tokens``).
       limit_B: drafts beyond the first ``limit`` <= γ of a slot are not examined; the
         token after them is a bonus token.
       active_B: the other slots accept nothing, return token 0 and count as sound.
@@ -69,17 +69,16 @@ def rejection_sample(
     """
     arguments = (drafts_Bγ, draft_logits_BγV, draft_rows_Bγ, target_logits_BGV, options, limit_B,
                  active_B, accept_uniforms_Bγ, next_uniforms_BG)
-    if implementation == "pallas" or (implementation is None and jax.default_backend() == "tpu"):
-        try:
-            if drafts_Bγ.shape[1] == 0:
-                return _without_drafts(target_logits_BGV[:, 0], options, active_B,
-                                       next_uniforms_BG[:, 0], vocabulary_size, interpret)
-            return RejectionSample(*rejection_sample_pallas(
-                *arguments, vocabulary_size=vocabulary_size, interpret=interpret))
-        except NotImplementedError:
-            if implementation == "pallas":
-                raise
-    return _reference(*arguments, vocabulary_size=vocabulary_size)
+
+    def pallas() -> RejectionSample:
+        if drafts_Bγ.shape[1] == 0:
+            return _without_drafts(target_logits_BGV[:, 0], options, active_B,
+                                   next_uniforms_BG[:, 0], vocabulary_size, interpret)
+        return RejectionSample(*rejection_sample_pallas(
+            *arguments, vocabulary_size=vocabulary_size, interpret=interpret))
+
+    return dispatch(implementation, pallas=pallas,
+                    xla=lambda: _reference(*arguments, vocabulary_size=vocabulary_size))
 
 
 def _without_drafts(logits_BV, options, active_B, uniform_B, vocabulary_size, interpret):

@@ -16,8 +16,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tpuspec.kernels.attention_blocks import LANES, MASKED, AttentionBlocks, precision_of
+from tpuspec.kernels.attention_blocks import LANES, MASKED, AttentionBlocks
 from tpuspec.kernels.block_stream import ROWS, Ref, Scalar
+from tpuspec.kernels.implementation import precision_of
 
 
 def clear_rows(v_ref: Ref, first: Scalar) -> None:

@@ -1,7 +1,7 @@
 """One token per row from its logits: a draft's, or that of plain decoding."""
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Int
 
 from tpuspec.kernels.bisection import first_above
+from tpuspec.kernels.implementation import Implementation, dispatch
 from tpuspec.kernels.row_weights import RowOptions, Weights, warp_rows
 from tpuspec.kernels.sampling_reference import WarpedRows, WarpOptions, draw, warp
 from tpuspec.kernels.vocabulary_tiles import (
@@ -43,7 +44,7 @@ class SampledTokens(NamedTuple):
 
 def sample_tokens(
         logits_BV: Float[Array, "B V"], options: WarpOptions, uniform_B: Float[Array, " B"], *,
-        vocabulary_size: int, implementation: Literal["xla", "pallas"] | None = None,
+        vocabulary_size: int, implementation: Implementation | None = None,
         interpret: Any = False) -> SampledTokens:
     """Draws one token per slot from its warped logits (inverse CDF).
 
@@ -61,15 +62,14 @@ def sample_tokens(
       NotImplementedError: "pallas" does not take these shapes: logits that are not
         float32, or rows that do not fit in VMEM.
     """
-    if implementation == "pallas" or (implementation is None and jax.default_backend() == "tpu"):
-        try:
-            return _pallas(logits_BV, options, uniform_B, vocabulary_size, interpret)
-        except NotImplementedError:
-            if implementation == "pallas":
-                raise
-    probabilities, rows, sound = warp(logits_BV[:, None], options, vocabulary_size)
-    rows = WarpedRows(*(x[:, 0] for x in rows))
-    return SampledTokens(draw(probabilities[:, 0], uniform_B), rows, sound[:, 0])
+    def xla() -> SampledTokens:
+        probabilities, rows, sound = warp(logits_BV[:, None], options, vocabulary_size)
+        rows = WarpedRows(*(x[:, 0] for x in rows))
+        return SampledTokens(draw(probabilities[:, 0], uniform_B), rows, sound[:, 0])
+
+    return dispatch(
+        implementation, xla=xla,
+        pallas=lambda: _pallas(logits_BV, options, uniform_B, vocabulary_size, interpret))
 
 
 def _pallas(logits_BV, options, uniform_B, vocabulary_size, interpret):

@@ -8,13 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from tpuspec.kernels.attention_blocks import (
-    LANES,
-    AttentionBlocks,
-    Implementation,
-    dispatch,
-)
+from tpuspec.kernels.attention_blocks import LANES, AttentionBlocks
 from tpuspec.kernels.attention_reference import attend
+from tpuspec.kernels.implementation import Implementation, dispatch
 from tpuspec.kernels.verify_attention_pallas import verify_attention_pallas
 
 

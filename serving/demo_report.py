@@ -48,36 +48,9 @@ class Report:
     temperature: float
 
     @functools.cached_property
-    def counts(self) -> pb.Speculation:
+    def stats(self) -> SpeculationStats:
         """Counters of all speculative runs together."""
-        names = ("target_runs", "emitted", "drafted", "examined", "accepted")
-        return pb.Speculation(**{
-            name: sum(getattr(run.speculation, name) for run in self.speculative)
-            for name in names})
-
-    @property
-    def alpha(self) -> float | None:
-        return _ratio(self.counts.accepted, self.counts.examined)
-
-    @property
-    def alpha_interval(self) -> tuple[float, float] | None:
-        """95 %, as if the drafts examined were independent."""
-        return SpeculationStats(accepted=self.counts.accepted,
-                                examined=self.counts.examined).alpha_interval()
-
-    @property
-    def alpha_overlap(self) -> float | None:
-        overlap = sum(run.speculation.alpha_overlap * run.speculation.examined
-                      for run in self.speculative)
-        return _ratio(overlap, self.counts.examined)
-
-    @property
-    def draft_acceptance_rate(self) -> float | None:
-        return _ratio(self.counts.accepted, self.counts.drafted)
-
-    @property
-    def tokens_per_target_run(self) -> float | None:
-        return _ratio(self.counts.emitted, self.counts.target_runs)
+        return sum((_stats(run.speculation) for run in self.speculative), SpeculationStats())
 
     @property
     def c(self) -> float | None:
@@ -90,9 +63,9 @@ class Report:
     @property
     def predicted_speedup(self) -> float | None:
         """Eq. (5) with the α, c and widening above."""
-        if self.alpha is None or self.c is None or self.widening is None:
+        if self.stats.alpha is None or self.c is None or self.widening is None:
             return None
-        return theory.speedup(self.alpha, self.draft_length, self.c, self.widening)
+        return theory.speedup(self.stats.alpha, self.draft_length, self.c, self.widening)
 
     @property
     def observed_speedup(self) -> float | None:
@@ -116,23 +89,24 @@ class Report:
         return {
             "samples": [{"source": source, "text": run.text}
                         for source, run in zip(self.sources, self.shown, strict=True)],
-            "alpha": self.alpha, "draft_acceptance_rate": self.draft_acceptance_rate,
+            "alpha": self.stats.alpha,
+            "draft_acceptance_rate": self.stats.draft_acceptance_rate,
             "c": self.c, "gamma": self.draft_length,
-            "tokens_per_target_run": self.tokens_per_target_run,
+            "tokens_per_target_run": self.stats.tokens_per_target_run,
             "predicted_speedup": self.predicted_speedup,
             "observed_speedup": self.observed_speedup}
 
     def why_not_faster(self) -> str | None:
         """One sentence if speculation did not pay on this machine."""
         observed, predicted = self.observed_speedup, self.predicted_speedup
-        if observed is None or observed > 1 or self.alpha is None:
+        if observed is None or observed > 1 or self.stats.alpha is None:
             return None
         said = f"Speculation did not pay here ({observed:.2f}x): "
         if predicted is None:
             return said + "the cost of the draft is not known."
         if predicted <= 1:
             return said + (
-                f"with alpha = {self.alpha:.2f}, c = {self.c:.2f} and a verify pass of "
+                f"with alpha = {self.stats.alpha:.2f}, c = {self.c:.2f} and a verify pass of "
                 f"{self.widening:.2f} plain passes, Eq. (5) expects {predicted:.2f}x.")
         return said + (
             f"Eq. (5) expects {predicted:.2f}x of the two models alone; the rest of a step, or "
@@ -141,14 +115,15 @@ class Report:
 
 def print_table(report: Report) -> None:
     """The table that ends the demo."""
+    stats = report.stats
     rows = (
-        ("alpha (accepted / examined)", report.alpha, "{:.3f}"),
-        ("alpha (mean of sum min(p, q))", report.alpha_overlap, "{:.3f}"),
-        ("draft acceptance rate (accepted / drafted)", report.draft_acceptance_rate, "{:.3f}"),
+        ("alpha (accepted / examined)", stats.alpha, "{:.3f}"),
+        ("alpha (mean of sum min(p, q))", stats.alpha_overlap, "{:.3f}"),
+        ("draft acceptance rate (accepted / drafted)", stats.draft_acceptance_rate, "{:.3f}"),
         ("c (draft pass / target pass)", report.c, "{:.3f}"),
         ("verify widening T(gamma+1) / T(1)", report.widening, "{:.3f}"),
         ("gamma (drafts per target run)", report.draft_length, "{}"),
-        ("tokens per target run", report.tokens_per_target_run, "{:.2f}"),
+        ("tokens per target run", stats.tokens_per_target_run, "{:.2f}"),
         ("predicted speed-up, Eq. (5)", report.predicted_speedup, "{:.2f}x"),
         ("observed speed-up, decoding", report.observed_speedup, "{:.2f}x"),
         ("observed speed-up, whole requests", report.whole_request_speedup, "{:.2f}x"),
@@ -157,7 +132,7 @@ def print_table(report: Report) -> None:
     print(f"\nPlain (gamma = 0) and speculative decoding, {runs} runs each, in turns:")
     for name, value, form in rows:
         print(f"  {name:<44}{'unknown' if value is None else form.format(value):>8}")
-    if (interval := report.alpha_interval) is not None:
+    if (interval := stats.alpha_interval()) is not None:
         print(f"alpha lies within {interval[0]:.3f} and {interval[1]:.3f} (95 %).")
     if report.temperature == 0:
         print(f"Plain decoding gave the same text for {report.same_texts} of "
@@ -165,6 +140,13 @@ def print_table(report: Report) -> None:
     print(f"c and widening: {report.cost.method}.")
     if reason := report.why_not_faster():
         print(reason)
+
+
+def _stats(counts: pb.Speculation) -> SpeculationStats:
+    return SpeculationStats(
+        steps=counts.target_runs, drafted=counts.drafted, accepted=counts.accepted,
+        examined=counts.examined, emitted=counts.emitted,
+        overlap=counts.alpha_overlap * counts.examined)
 
 
 def _ratio(over: float, under: float) -> float | None:

@@ -10,7 +10,7 @@ from tpuspec.engine import Engine
 from tpuspec.kernel_choice import KernelChoice
 from tpuspec.sampling import SamplingParams
 
-CONFIG = EngineConfig(slots=2, source_buckets=(8,), max_target_length=8, draft_lengths=(0, 2),
+CONFIG = EngineConfig(slots=2, source_buckets=(4, 8), max_target_length=8, draft_lengths=(0, 2),
                       draft_length=2)
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
 JOBS = [Job(source=[5, 9, 7, 1], eos_ids=(), max_new_tokens=8, draft_length=2),
@@ -35,6 +35,7 @@ def test_interpreted_kernels_give_the_ids_of_xla(heads):
     kernels = KernelChoice(implementation="pallas", interpret=True)
     engine = Engine(target, draft, CONFIG, vocabulary_size=48, kernels=kernels)
     assert engine._state.target_cache.self_k[0].shape == (2, heads // 2, 128, 128)
+    assert len(engine._plan()) == 5  # release, an insert a bucket, a step a draft length
     assert ids(engine) == plain
 
 

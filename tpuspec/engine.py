@@ -67,8 +67,9 @@ class Engine:
     """Speculative decoding of up to ``config.slots`` requests at once.
 
     Programs are compiled ahead by ``warm_up``: one step per draft length and source
-    bucket, one insert per bucket. The decode state is donated from program to
-    program; weights are arguments, never constants. One thread may use an engine.
+    bucket (per draft length alone with the kernels), one insert per bucket. The decode
+    state is donated from program to program; weights are arguments, never constants.
+    One thread may use an engine.
 
     Memory beside the weights: both models' caches, 2 L slots (T + S) N H elements
     each, with T = config.target_positions and S = config.max_source_length.
@@ -94,6 +95,8 @@ class Engine:
         self.start_id = target.config.decoder_start_token_id
         self._mesh = mesh
         self._kernels = kernels or KernelChoice.default(mesh)
+        self._tiled = all(self._kernels.tiles(model.config)
+                          for model in (target, draft) if model is not None)
         self._tenants: dict[int, _Tenant] = {}
         self._programs: dict[tuple, jax.stages.Compiled] = {}
         self._graphs: list[nnx.GraphDef] = []
@@ -200,7 +203,7 @@ class Engine:
             raise RuntimeError("step needs an active slot")
         tenants = self._tenants.values()
         rung = self.config.rung(max(t.draft_length for t in tenants))
-        bucket = self.config.source_bucket(max(t.source_length for t in tenants))
+        bucket = self._read_bucket(max(t.source_length for t in tenants))
         self._state, packed = self._run(("step", rung, bucket), self._state)
         return StepHandle(packed, rung, dict(self._tenants), self._forget)
 
@@ -214,6 +217,12 @@ class Engine:
             del self._tenants[slot]
 
     # ---- programs ------------------------------------------------------------
+
+    def _read_bucket(self, source_length: int) -> int:
+        """Source positions that a step reads at the most. The kernels read no further
+        than each slot's length: one program serves all buckets."""
+        return self.config.source_bucket(
+            self.config.max_source_length if self._tiled else source_length)
 
     def _target_width(self, rung: int) -> int:
         """Positions of a target pass. In bfloat16 passes of different widths round
@@ -280,7 +289,7 @@ class Engine:
         model = target if which == "target" else draft
         assert model is not None
         return passes(model, which, state, width=width,
-                      source_positions=self.config.source_buckets[0],
+                      source_positions=self._read_bucket(self.config.source_buckets[0]),
                       vocabulary_size=self.vocabulary_size, kernels=self._kernels)
 
     def _plan(self) -> dict[tuple, tuple[Callable, tuple]]:
@@ -292,9 +301,9 @@ class Engine:
         for bucket in config.source_buckets:
             tokens = jax.ShapeDtypeStruct((1, bucket), jnp.int32)
             plan["insert", bucket] = (self._insert_program, (scalar, tokens, row))
+            read = self._read_bucket(bucket)
             for rung in config.draft_lengths:
-                plan["step", rung, bucket] = (
-                    functools.partial(self._step_program, rung, bucket), ())
+                plan["step", rung, read] = (functools.partial(self._step_program, rung, read), ())
         return plan
 
     def _pass_plan(self) -> dict[tuple, tuple[Callable, tuple]]:
@@ -327,7 +336,8 @@ class Engine:
                 return result
             return timed
 
-        rungs, bucket = self.config.draft_lengths, self.config.source_buckets[0]
+        rungs = self.config.draft_lengths
+        bucket = self._read_bucket(self.config.source_buckets[0])
         return time_passes(
             {rung: run("pass", "target", self._target_width(rung)) for rung in rungs},
             run("pass", "draft", 1) if len(self._weights) == 2 else None,

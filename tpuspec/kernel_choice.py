@@ -1,7 +1,7 @@
 """Which implementation of the kernels a program uses, and on which mesh."""
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from tpuspec import kernels
 from tpuspec import mesh as mesh_lib
 from tpuspec.config import T5Config
+from tpuspec.kernels.implementation import Implementation
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,7 +23,7 @@ class KernelChoice:
       mesh: devices that heads and slots are split over.
     """
 
-    implementation: Literal["xla", "pallas"] = "xla"
+    implementation: Implementation = "xla"
     interpret: bool = False
     mesh: Mesh | None = None
 

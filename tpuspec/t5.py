@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from tpuspec.config import T5Config
 from tpuspec.kernel_choice import XLA, KernelChoice
+from tpuspec.kernels.attention_blocks import MASKED
 from tpuspec.kv_cache import DecoderCache, write_window
 from tpuspec.t5_layers import (
-    MASKED,
     CrossAttention,
     FeedForward,
     Linear,

@@ -17,18 +17,11 @@ from flax import nnx
 from jax import lax
 
 from tpuspec.config import Activation, T5Config
+from tpuspec.kernels.implementation import precision_of
 
 # Up to this many rows XLA's CPU backend is faster when the product is written as
 # what it is: one streaming pass over W [out, in] whatever the number of rows.
 _FEW_ROWS = 32
-
-MASKED = -1e30  # added to float32 attention logits; finite, so empty rows stay finite
-
-
-def precision_of(dtype: jnp.dtype) -> lax.Precision | None:
-    """float32 means float32: accelerators would round the factors of a product."""
-    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
-
 
 def matmul_out_in(x: jax.Array, weight: jax.Array, *,
                   preferred: jnp.dtype | None = None) -> jax.Array:
