@@ -42,6 +42,10 @@ from tpuspec.vocabulary import Vocabulary
 VOCAB = 4224  # 4096 pieces and 100 extra ids, padded to a multiple of 128
 TARGET = T5Config(vocab_size=VOCAB, d_model=256, d_kv=64, d_ff=512, num_heads=4,
                   num_layers=3, num_decoder_layers=5)
+# Cross-attention finds the words that belong together in some hundred steps where
+# nothing else can explain the output, and hardly at all below a deep decoder.
+SHALLOW = dataclasses.replace(TARGET, num_layers=1, num_decoder_layers=1)
+SHALLOW_SHARE = 0.25  # of the target's time, before it grows to its depth
 DRAFT = T5Config(vocab_size=VOCAB, d_model=64, d_kv=32, d_ff=192, num_heads=2,
                  num_layers=1, num_decoder_layers=1)
 LOG_SECONDS = 150
@@ -235,14 +239,43 @@ def references(args: argparse.Namespace, processor: sentencepiece.SentencePieceP
 
 def train_target(args: argparse.Namespace,
                  processor: sentencepiece.SentencePieceProcessor) -> None:
-    start = checkpoint.load(args.start, dtype=jnp.float32).model if args.start else None
-    trainer = Trainer(args.work / "target", TARGET, cross_entropy, minutes=args.minutes,
-                      learning_rate=args.learning_rate, dropout=args.dropout, seed=1,
-                      start=start)
-    trainer.run(references(args, processor),
-                valid_batches(processor, demo_data.load(args.data, "valid")))
+    data = references(args, processor), valid_batches(
+        processor, demo_data.load(args.data, "valid"))
+    options = dict(learning_rate=args.learning_rate, dropout=args.dropout, seed=1)
+    minutes = args.minutes
+    if args.start:
+        start = checkpoint.load(args.start, dtype=jnp.float32).model
+    else:
+        shallow = Trainer(args.work / "target-shallow", SHALLOW, cross_entropy,
+                          minutes=SHALLOW_SHARE * minutes, **options | {"dropout": 0.0})
+        shallow.run(*data)
+        start = grown(nnx.merge(shallow.graphdef, shallow.params), TARGET)
+        minutes *= 1 - SHALLOW_SHARE
+    trainer = Trainer(args.work / "target", TARGET, cross_entropy, minutes=minutes, start=start,
+                      **options)
+    trainer.run(*data)
     print(json.dumps(demo_scores.scores(processor, trainer.graphdef, trainer.params,
                             demo_data.load(args.data, "valid"))))
+
+
+def grown(small: T5, config: T5Config) -> T5:
+    """A deeper model of the same width that computes the same: the layers that are new
+    come last in their stacks and add nothing yet."""
+    large = T5(config, rngs=nnx.Rngs(3))
+    for name in ("embedding", "encoder_bias", "encoder_norm", "decoder_bias", "decoder_norm",
+                 "lm_head"):
+        setattr(large, name, getattr(small, name))
+    for stack in ("encoder_layers", "decoder_layers"):
+        layers, trained = getattr(large, stack), getattr(small, stack)
+        for i, layer in enumerate(layers):
+            if i < len(trained):
+                layers[i] = trained[i]
+                continue
+            outputs = [layer.attention.o] if stack == "encoder_layers" else [
+                layer.self_attention.o, layer.cross_attention.o]
+            for output in (*outputs, layer.mlp.wo):
+                output.weight[...] = jnp.zeros_like(output.weight[...])
+    return large
 
 
 def load_params(work: pathlib.Path, config: T5Config):
