@@ -89,6 +89,8 @@ def _kernel(
     softmax.finish(out_ref)
 
 
+# Traced once for all layers of a program.
+@functools.partial(jax.jit, static_argnames=("blocks", "interpret", "head_width"))
 def cross_attention_pallas(
     q_BGE: jax.Array,
     k_BPSL: jax.Array,

@@ -101,6 +101,8 @@ def _kernel(
     write.finish()
 
 
+# Traced once for all layers of a program.
+@functools.partial(jax.jit, static_argnames=("blocks", "interpret"))
 def verify_attention_pallas(
     q_BGE: jax.Array,
     k_BGE: jax.Array,

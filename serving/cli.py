@@ -56,7 +56,9 @@ def make_parser() -> argparse.ArgumentParser:
             ("convert", "make a checkpoint of a Hugging Face directory", _convert_flags),
             ("inspect", "say what a checkpoint is, and what it can be a pair with",
              _inspect_flags),
-            ("plan", "what a pair should gain by Eq. (5), by draft length", _plan_flags)):
+            ("plan", "what a pair should gain by Eq. (5), by draft length", _plan_flags),
+            ("compile", "compile the programs of a pair for a TPU that need not be there: "
+             "memory, estimated times, what to expect", _compile_flags)):
         add_flags(commands.add_parser(name, help=summary, description=summary + "."))
     return parser
 
@@ -142,6 +144,27 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
                              "1, 2, ... drafts; the last holds for more")
     parser.add_argument("--longest", type=_integer(1), default=16, help="draft length looked at")
     parser.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def _compile_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--topology", default="v4", help="v4, v5e, v5p or v6e for one chip; "
+                        "v4:2x2x1, v5e:2x2, v5p:2x2x1 or v6e:2x2 for a host")
+    parser.add_argument("--all", action="store_true",
+                        help="every generation, as one chip and as a host")
+    parser.add_argument("--target", default="t5-v1_1-xxl", help="name of a public size")
+    parser.add_argument("--draft", default="t5-v1_1-small", help="the same; none is plain decoding")
+    parser.add_argument("--slots", type=_integer(1), default=1, help="requests that run at once")
+    parser.add_argument("--source", type=_integer(1), default=512, help="longest source")
+    parser.add_argument("--length", type=_integer(2), default=512,
+                        help="decoder positions, drafts included")
+    parser.add_argument("--draft_lengths", type=_integers(0), default=(0, 5, 7),
+                        help="compiled draft lengths, beginning with 0")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--mesh", type=_integers(1, count=2), metavar="DATA,MODEL",
+                        help="chips that share slots and weights; all share the weights, if "
+                             "not given")
+    parser.add_argument("--json", action="store_true",
+                        help="one JSON document; a list of them with --all")
 
 
 def _model_flags(parser: argparse.ArgumentParser) -> None:

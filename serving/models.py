@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import tqdm
 from jax.sharding import Mesh
 
-from tpuspec import checkpoint, platform
+from tpuspec import checkpoint, memory, platform
 from tpuspec import mesh as mesh_lib
 from tpuspec.checkpoint import LoadedModel
 from tpuspec.config import EngineConfig
@@ -85,13 +85,18 @@ def load(models: Pair, config: EngineConfig, *, dtype: str | None = None,
       mesh_shape: devices along data (slots) and model (heads, widths).
 
     Raises:
-      ValueError: a checkpoint is broken, or target and draft differ in vocabulary.
+      ValueError: a checkpoint is broken, target and draft differ in vocabulary, or the
+        engine does not fit on its devices.
     """
     _keep_compiled_programs()
     devices = jax.devices()
     if dtype is None:
         dtype = "bfloat16" if devices[0].platform == "tpu" else "float32"
     mesh = None if mesh_shape == (1, 1) else mesh_lib.make_mesh(*mesh_shape)
+    memory.check_fits(
+        [checkpoint.describe(path).config for path in (models.target, models.draft)
+         if path is not None], config, dtype=jnp.dtype(dtype), mesh=mesh,
+        available=memory.device_memory(devices[0]))
     target = _load(models.target, dtype, mesh)
     draft = None if models.draft is None else _load(models.draft, dtype, mesh)
     vocabulary = _common_vocabulary(target, draft)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tpuspec import theory
+from tpuspec.chips import CHIPS
 
 P, Q = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.3, 0.5, 0.1, 0.1])
 
@@ -111,7 +112,7 @@ def test_one_rare_token_ruins_ordinary_rejection_sampling():
 
 
 def test_the_roofline_of_t5_xxl_on_v4():
-    v4 = theory.CHIPS["v4"]
+    v4 = CHIPS["v4"]
     one, eight = (theory.roofline(11e9, n, v4) for n in (1, 8))
     assert 1e3 * one.memory == pytest.approx(18, abs=0.5)
     assert 1e3 * one.arithmetic == pytest.approx(0.16, abs=0.005)

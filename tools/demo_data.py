@@ -77,7 +77,7 @@ class Batch:
 
 
 def encode(processor: sentencepiece.SentencePieceProcessor, texts: list[str]) -> list[list[int]]:
-    return [ids + [1] for ids in processor.encode(texts)]
+    return [ids + [1] for ids in processor.encode(texts, num_threads=1)]  # a thread a call is slow
 
 
 def width(length: int) -> int:

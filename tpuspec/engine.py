@@ -2,25 +2,21 @@
 
 import concurrent.futures
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 
 from tpuspec import mesh as mesh_lib
 from tpuspec.config import EngineConfig, check_range
-from tpuspec.decode_state import MAX_EOS_IDS, NO_ID, DecodeState, Slots, StepOutput
+from tpuspec.decode_state import MAX_EOS_IDS, NO_ID, Slots, StepOutput
 from tpuspec.kernel_choice import KernelChoice
-from tpuspec.kv_cache import DecoderCache
 from tpuspec.measurement import CostReport
-from tpuspec.pass_timing import passes, time_passes
+from tpuspec.pass_timing import time_passes
+from tpuspec.programs import Key, Programs
 from tpuspec.sampling import SamplingParams, SlotSampling, seed_words
-from tpuspec.speculative_step import step
 from tpuspec.t5 import T5
 
 Progress = Callable[[str, int, int], None]
@@ -93,23 +89,13 @@ class Engine:
         self.vocabulary_size = vocabulary_size
         self.cost: CostReport | None = None
         self.start_id = target.config.decoder_start_token_id
-        self._mesh = mesh
-        self._kernels = kernels or KernelChoice.default(mesh)
-        self._tiled = all(self._kernels.tiles(model.config)
-                          for model in (target, draft) if model is not None)
+        self._definitions = Programs(
+            target, draft, config, vocabulary_size=vocabulary_size, mesh=mesh,
+            kernels=kernels or KernelChoice.default(mesh))
+        self._programs: dict[Key, jax.stages.Compiled] = {}
+        self._weights = self._definitions.weights(*filter(None, (target, draft)))
+        self._state = self._definitions.empty_state()
         self._tenants: dict[int, _Tenant] = {}
-        self._programs: dict[tuple, jax.stages.Compiled] = {}
-        self._graphs: list[nnx.GraphDef] = []
-        self._structures: list[jax.tree_util.PyTreeDef] = []
-        # Flat, for launches: to flatten an nnx.State takes a millisecond.
-        self._weights: list[list[jax.Array]] = []
-        for model in (target,) if draft is None else (target, draft):
-            graph, params = self._place(model)
-            leaves, structure = jax.tree.flatten(params)
-            self._graphs.append(graph)
-            self._structures.append(structure)
-            self._weights.append(leaves)
-        self._state = self._empty_state(target, draft)
 
     @property
     def compilations(self) -> int:
@@ -130,24 +116,25 @@ class Engine:
 
     def compile(self, progress: Progress | None = None) -> None:
         """Compiles what requests need: steps, inserts, release."""
-        self._compile(self._plan(), progress)
+        self._compile(self._definitions.requests(), progress)
 
     def measure(self, progress: Progress | None = None) -> CostReport:
         """Compiles single passes and times them and the steps on idle slots, whose
         work is the same as that of live ones."""
-        self._compile(self._pass_plan(), progress)
+        self._compile(self._definitions.single_passes(), progress)
         self.cost = self._time()
         return self.cost
 
-    def _compile(self, plan: Mapping[tuple, tuple[Callable, tuple]],
-                 progress: Progress | None) -> None:
+    def _compile(self, keys: Iterable[Key], progress: Progress | None) -> None:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            pending = {pool.submit(self._lower(key, build).compile): key
-                       for key, build in plan.items()}
+            pending = {}
+            for key in keys:
+                lowered = self._definitions.lower(key, self._weights, self._state)
+                pending[pool.submit(lowered.compile)] = key
             for done, future in enumerate(concurrent.futures.as_completed(pending), 1):
                 self._programs[pending[future]] = future.result()
                 if progress is not None:
-                    progress("compile", done, len(plan))
+                    progress("compile", done, len(pending))
 
     def insert(self, slot: int, source: Sequence[int], *, sampling: SamplingParams, seed: int,
                max_new_tokens: int, eos_ids: Sequence[int], draft_length: int) -> None:
@@ -203,7 +190,7 @@ class Engine:
             raise RuntimeError("step needs an active slot")
         tenants = self._tenants.values()
         rung = self.config.rung(max(t.draft_length for t in tenants))
-        bucket = self._read_bucket(max(t.source_length for t in tenants))
+        bucket = self._definitions.read_bucket(max(t.source_length for t in tenants))
         self._state, packed = self._run(("step", rung, bucket), self._state)
         return StepHandle(packed, rung, dict(self._tenants), self._forget)
 
@@ -215,114 +202,6 @@ class Engine:
     def _forget(self, slot: int, tenant: _Tenant) -> None:
         if self._tenants.get(slot) is tenant:  # a newer tenant is not its predecessor
             del self._tenants[slot]
-
-    # ---- programs ------------------------------------------------------------
-
-    def _read_bucket(self, source_length: int) -> int:
-        """Source positions that a step reads at the most. The kernels read no further
-        than each slot's length: one program serves all buckets."""
-        return self.config.source_bucket(
-            self.config.max_source_length if self._tiled else source_length)
-
-    def _target_width(self, rung: int) -> int:
-        """Positions of a target pass. In bfloat16 passes of different widths round
-        differently, so that all have one: plain decoding then computes what a verify
-        pass does. A TPU pads few rows to 8 or 16 anyway."""
-        if self._state.target_cache.self_k[0].dtype == jnp.bfloat16:
-            return self.config.max_draft_length + 1
-        return rung + 1
-
-    def _place(self, model: T5) -> tuple[nnx.GraphDef, nnx.State]:
-        graphdef, params = nnx.split(model)
-        if self._mesh is not None:
-            params = jax.device_put(params, mesh_lib.param_shardings(
-                params, model.config, self._mesh))
-        return graphdef, params
-
-    def _empty_state(self, target: T5, draft: T5 | None) -> DecodeState:
-        def cache(model: T5) -> DecoderCache:
-            return DecoderCache.zeros(
-                model.config, slots=self.config.slots, positions=self.config.target_positions,
-                source_positions=self.config.max_source_length,
-                dtype=model.embedding[...].dtype, tiled=self._kernels.tiles(model.config))
-
-        state = DecodeState(slots=Slots.empty(self.config.slots), target_cache=cache(target),
-                            draft_cache=None if draft is None else cache(draft))
-        if self._mesh is not None:
-            state = jax.device_put(state, mesh_lib.state_shardings(
-                state, target.config, draft.config if draft is not None else None, self._mesh))
-        return state
-
-    def _models(self, weights: Sequence[list[jax.Array]]) -> tuple[T5, T5 | None]:
-        """Target and draft, inside a program, of its arguments."""
-        target, *draft = [
-            nnx.merge(graph, jax.tree.unflatten(structure, leaves))
-            for graph, structure, leaves in zip(
-                self._graphs, self._structures, weights, strict=True)]
-        return target, draft[0] if draft else None
-
-    def _insert_program(self, weights, state, slot, tokens, row):
-        def fill(model: T5, cache: DecoderCache) -> DecoderCache:
-            encoded = model.encode(tokens, row.source_length_B)
-            return cache.insert_source(slot, model.cross_keys_values(encoded))
-
-        target, draft = self._models(weights)
-        return dataclasses.replace(
-            state, slots=state.slots.insert(slot, row),
-            target_cache=fill(target, state.target_cache),
-            draft_cache=None if draft is None else fill(draft, state.draft_cache))
-
-    def _step_program(self, rung, bucket, weights, state):
-        target, draft = self._models(weights)
-        state, output = step(target, draft, state, draft_length=rung,
-                             target_width=self._target_width(rung), source_positions=bucket,
-                             vocabulary_size=self.vocabulary_size, kernels=self._kernels)
-        return state, output.pack()
-
-    def _release_program(self, weights, state, slot):
-        active = state.slots.active_B & (jnp.arange(self.config.slots) != slot)
-        return dataclasses.replace(
-            state, slots=dataclasses.replace(state.slots, active_B=active))
-
-    def _pass_program(self, which, width, weights, state):
-        target, draft = self._models(weights)
-        model = target if which == "target" else draft
-        assert model is not None
-        return passes(model, which, state, width=width,
-                      source_positions=self._read_bucket(self.config.source_buckets[0]),
-                      vocabulary_size=self.vocabulary_size, kernels=self._kernels)
-
-    def _plan(self) -> dict[tuple, tuple[Callable, tuple]]:
-        """Key -> (function, arguments after state) of every program."""
-        config, scalar = self.config, jax.ShapeDtypeStruct((), jnp.int32)
-        row = jax.eval_shape(lambda: Slots.empty(1))
-        plan: dict[tuple, tuple[Callable, tuple]] = {
-            ("release",): (self._release_program, (scalar,))}
-        for bucket in config.source_buckets:
-            tokens = jax.ShapeDtypeStruct((1, bucket), jnp.int32)
-            plan["insert", bucket] = (self._insert_program, (scalar, tokens, row))
-            read = self._read_bucket(bucket)
-            for rung in config.draft_lengths:
-                plan["step", rung, read] = (functools.partial(self._step_program, rung, read), ())
-        return plan
-
-    def _pass_plan(self) -> dict[tuple, tuple[Callable, tuple]]:
-        keys = {("pass", "target", self._target_width(rung))
-                for rung in self.config.draft_lengths}
-        if len(self._weights) == 2:
-            keys.add(("pass", "draft", 1))
-        return {key: (functools.partial(self._pass_program, *key[1:]), ())
-                for key in sorted(keys)}
-
-    def _lower(self, key: tuple, build: tuple[Callable, tuple]) -> jax.stages.Lowered:
-        function, extra = build
-        out_shardings = None
-        if self._mesh is not None:
-            state = jax.tree.map(lambda x: x.sharding, self._state)
-            rest = mesh_lib.replicated(self._mesh)
-            out_shardings = state if key[0] in ("insert", "release") else (state, rest)
-        program = jax.jit(function, donate_argnums=1, out_shardings=out_shardings)
-        return program.lower(self._weights, self._state, *extra)
 
     def _run(self, key: tuple, *args: Any) -> Any:
         if key not in self._programs:
@@ -336,10 +215,11 @@ class Engine:
                 return result
             return timed
 
-        rungs = self.config.draft_lengths
-        bucket = self._read_bucket(self.config.source_buckets[0])
+        definitions, rungs = self._definitions, self.config.draft_lengths
+        bucket = definitions.read_bucket(self.config.source_buckets[0])
+        draft = run("pass", "draft", definitions.draft_width)
         return time_passes(
-            {rung: run("pass", "target", self._target_width(rung)) for rung in rungs},
-            run("pass", "draft", 1) if len(self._weights) == 2 else None,
+            {rung: run("pass", "target", definitions.target_width(rung)) for rung in rungs},
+            draft if len(self._weights) == 2 else None,
             {rung: run("step", rung, bucket) for rung in rungs},
             where=f"{self.config.slots} slots, source bucket {bucket}")

@@ -6,7 +6,7 @@
 import jax
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from tpuspec.config import T5Config, check_range
 from tpuspec.decode_state import DecodeState
@@ -62,6 +62,16 @@ def state_shardings(state: DecodeState, target: T5Config, draft: T5Config | None
         target_cache=cache(state.target_cache, target),
         draft_cache=None if draft is None or state.draft_cache is None
         else cache(state.draft_cache, draft))
+
+
+def place[Tree](tree: Tree, shardings: Tree) -> Tree:
+    """Moves arrays to where they belong; shapes learn where their arrays would be."""
+    def one(x: jax.Array | jax.ShapeDtypeStruct, sharding: Sharding) -> object:
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+        return jax.device_put(x, sharding)
+
+    return jax.tree.map(one, tree, shardings)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

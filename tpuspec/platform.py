@@ -38,6 +38,21 @@ def keep_libtpu_quiet() -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
+def prepare_compiler() -> None:
+    """For a process that compiles for TPUs and runs nothing on one; before JAX is imported.
+
+    Raises:
+      ValueError: libtpu, which has the compiler, is not installed.
+    """
+    if importlib.util.find_spec("libtpu") is None:
+        raise ValueError("libtpu, which has the compiler, is not installed (pip install libtpu)")
+    os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1",
+                   # Several processes may hold the compiler: no TPU is asked for.
+                   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost",
+                   # Without it libtpu warns, whatever is compiled for.
+                   "TPU_ACCELERATOR_TYPE": "v4-8"}
+
+
 def processor() -> str:
     """Tells CPUs apart by what they can do: code compiled for one may crash another."""
     cpuinfo = pathlib.Path("/proc/cpuinfo")

@@ -16,7 +16,7 @@ from tpuspec.t5 import T5
 
 def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
          target_width: int, source_positions: int, vocabulary_size: int,
-         kernels: KernelChoice = XLA) -> tuple[DecodeState, StepOutput]:
+         draft_width: int = 1, kernels: KernelChoice = XLA) -> tuple[DecodeState, StepOutput]:
     """Advances every active slot by 1 to ``draft_length + 1`` tokens.
 
     Args:
@@ -26,6 +26,8 @@ def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
       source_positions: source bucket read by cross-attention, static; at least the
         source length of every active slot.
       vocabulary_size: ids that exist.
+      draft_width: positions of a draft pass, static; what is more than its tokens is
+        padding, as in the target pass.
 
     Source: Leviathan et al. 2022, Algorithm 1; Chen et al. 2023, Algorithm 2.
     """
@@ -45,7 +47,7 @@ def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
         with jax.named_scope("draft"):
             drafted, draft_logits_BγV, draft_cache = propose(
                 draft, slots, draft_cache, coins[Purpose.DRAFT, :, :-1], source_positions,
-                vocabulary_size, kernels)
+                vocabulary_size, draft_width, kernels)
     drafts_Bγ = drafted.token_B
 
     with jax.named_scope("verify"):
@@ -87,7 +89,7 @@ def read(model: T5, tokens_BG: jax.Array, start_B: jax.Array, slots: Slots,
 
 
 def propose(draft: T5, slots: Slots, cache: DecoderCache, coins_Bγ: jax.Array,
-            source_positions: int, vocabulary_size: int, kernels: KernelChoice,
+            source_positions: int, vocabulary_size: int, width: int, kernels: KernelChoice,
             ) -> tuple[SampledTokens, jax.Array, DecoderCache]:
     """One draft pass per coin. Returns the drafts with the figures of their
     distributions, all [B, γ], the logits [B, γ, V] and the draft's cache.
@@ -98,21 +100,26 @@ def propose(draft: T5, slots: Slots, cache: DecoderCache, coins_Bγ: jax.Array,
     """
     options = slots.sampling.options()
 
-    def sample(logits_B1V: jax.Array, coin_B: jax.Array) -> tuple[SampledTokens, jax.Array]:
-        logits_BV = logits_B1V[:, 0]
-        return sample_tokens(logits_BV, options, coin_B, vocabulary_size=vocabulary_size,
-                             **kernels.sampling()), logits_BV
+    def sample(tokens_BG: jax.Array, start_B: jax.Array, row_B: jax.Array, coin_B: jax.Array,
+               cache: DecoderCache) -> tuple[tuple[SampledTokens, jax.Array], DecoderCache]:
+        padding = max(width - tokens_BG.shape[1], 0)
+        logits_BRV, cache = read(
+            draft, jnp.pad(tokens_BG, ((0, 0), (0, padding))), start_B, slots, cache,
+            source_positions, None if width > 1 else row_B, kernels)
+        if width > 1:  # rows were added because few are slow: the head gets them too
+            logits_BRV = jnp.take_along_axis(logits_BRV, row_B[:, None, None], axis=1)
+        logits_BV = logits_BRV[:, 0]
+        return (sample_tokens(logits_BV, options, coin_B, vocabulary_size=vocabulary_size,
+                              **kernels.sampling()), logits_BV), cache
 
     start_B = jnp.maximum(slots.length_B - 2, 0)
-    logits, cache = read(draft, slots.last_two_B2, start_B, slots, cache, source_positions,
-                         slots.length_B - 1 - start_B, kernels)
-    first = sample(logits, coins_Bγ[:, 0])
+    first, cache = sample(slots.last_two_B2, start_B, slots.length_B - 1 - start_B,
+                          coins_Bγ[:, 0], cache)
 
     def body(carry, coin_B):
         token_B, position_B, cache = carry
-        logits, cache = read(draft, token_B[:, None], position_B, slots, cache,
-                             source_positions, kernels=kernels)
-        sampled = sample(logits, coin_B)
+        sampled, cache = sample(token_B[:, None], position_B, jnp.zeros_like(position_B), coin_B,
+                                cache)
         return (sampled[0].token_B, position_B + 1, cache), sampled
 
     (_, _, cache), rest = lax.scan(body, (first[0].token_B, slots.length_B, cache),

@@ -9,10 +9,11 @@ taken as independent, which is an approximation; where they differ by position,
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from tpuspec.chips import Chip
 from tpuspec.config import check_range
 
 Widening = Callable[[int], float]
@@ -138,23 +139,6 @@ def lenient_acceptance(p: np.ndarray, q: np.ndarray, lenience: float) -> float:
     if not 0 < lenience <= 1:
         raise ValueError(f"lenience must be in (0, 1], got {lenience}")
     return float(np.minimum(p / lenience, q).sum())
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Chip:
-    """Peak figures of one JAX device."""
-
-    bandwidth: float  # bytes a second
-    flops: float  # bfloat16 operations a second
-
-
-# Of the generations' public specifications.
-CHIPS: Mapping[str, Chip] = {
-    "v4": Chip(bandwidth=1.2e12, flops=275e12),
-    "v5e": Chip(bandwidth=0.819e12, flops=197e12),
-    "v5p": Chip(bandwidth=2.765e12, flops=459e12),
-    "v6e": Chip(bandwidth=1.64e12, flops=918e12),
-}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

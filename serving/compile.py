@@ -1,0 +1,97 @@
+"""``tpuspec compile``: what a pair takes on a TPU, before one is paid for."""
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import tqdm
+
+from tpuspec import platform
+from tpuspec.chips import CHIPS
+from tpuspec.config import EngineConfig
+from tpuspec.presets import preset
+
+if TYPE_CHECKING:
+    from tpuspec.program_report import ProgramReport
+
+ASSUMED = """\
+Static estimates, not measurements: the programs are compiled, not run. floor = weights and
+full caches read once, over the published bandwidth. estimate = the compiler's schedule, with
+its cycles at an assumed clock rate, copies and operands in memory at the published bandwidth,
+and kernels as tools/kernel_report.py finds them; launches are left out."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Exit code 1 if a pair does not fit."""
+    target = preset(args.target)
+    draft = None if args.draft == "none" else preset(args.draft)
+    lengths = args.draft_lengths if draft is not None else (0,)
+    positions = args.length - lengths[-1] - 2  # the start token and one window more
+    if positions < 1:
+        raise ValueError(f"length must be at least {lengths[-1] + 3} for draft lengths up to "
+                         f"{lengths[-1]}, got {args.length}")
+    config = EngineConfig(slots=args.slots, source_buckets=(args.source,), draft_lengths=lengths,
+                          max_target_length=positions, draft_length=lengths[-1])
+    topologies = [args.topology]
+    if args.all:
+        topologies = [name + host for name, chip in CHIPS.items()
+                      for host in ("", ":" + chip.host)]
+    platform.prepare_compiler()
+    from tpuspec import program_report
+    from tpuspec.tpu_compiler import Topology
+
+    reports = []
+    for text in topologies:
+        topology = Topology.parse(text)
+        with tqdm.tqdm(desc=text, unit="program", file=sys.stderr, leave=False,
+                       disable=not sys.stderr.isatty()) as bar:
+
+            def progress(what: str, done: int, total: int, bar: tqdm.tqdm = bar) -> None:
+                bar.total, bar.n = total, done
+                bar.set_postfix_str(what)
+
+            found = program_report.report(
+                topology, target, draft, config, dtype=args.dtype, progress=progress,
+                mesh_shape=args.mesh or (1, topology.num_chips))
+        reports.append(found)
+        if not args.json:
+            print(_text(found, args) + "\n", flush=True)
+    if args.json:
+        documents = [{"target": args.target, "draft": args.draft, "dtype": args.dtype,
+                      **found.to_json()} for found in reports]
+        print(json.dumps(documents if args.all else documents[0], indent=1))
+    else:
+        print(ASSUMED)
+    return 0 if all(found.fits for found in reports) else 1
+
+
+def _text(found: "ProgramReport", args: argparse.Namespace) -> str:
+    gib = 2**30
+    lines = [
+        f"{args.target} with {args.draft} on {found.topology}, {args.dtype}, {found.slots} slots, "
+        f"mesh {found.mesh[0]},{found.mesh[1]}; for each chip:",
+        f"{'program':<24} {'HBM GiB':>8} {'temporary MiB':>14} {'floor ms':>9} "
+        f"{'estimate ms':>12} {'ratio':>6} {'collectives':>12} {'compiled in':>12}"]
+    for row in found.programs:
+        lines.append(
+            f"{row.name:<24} {row.hbm_bytes / gib:>8.2f} {row.temporary_bytes / 2**20:>14.1f} "
+            f"{row.floor_ms:>9.3f} {row.estimate_ms:>12.3f} "
+            f"{row.estimate_ms / row.floor_ms:>6.2f} {row.collectives:>12} "
+            f"{row.compile_seconds:>10.0f} s")
+    lines.append(
+        f"Memory: weights {found.weight_bytes / gib:.2f} GiB + caches "
+        f"{found.cache_bytes / gib:.2f} GiB + the largest program's own "
+        f"{(found.total_bytes - found.weight_bytes - found.cache_bytes) / gib:.2f} GiB = "
+        f"{found.total_bytes / gib:.2f} of {found.hbm_bytes / gib:.2f} GiB: "
+        f"{'fits' if found.fits else 'DOES NOT FIT'}.")
+    if found.c is not None:
+        widest = max(found.widening)
+        lines.append(f"c = {found.c:.4f}; T({widest + 1})/T(1) = {found.widening[widest]:.3f}. "
+                     "Eq. (5) with the paper's alpha (its own expectation; what it measured):")
+        for row in found.predicted_speedup:
+            lines.append(
+                f"  {row['task']:<14} temperature {row['temperature']}: alpha {row['alpha']:.2f}, "
+                f"gamma {row['gamma']}: {row['speedup']:.2f}x   ({row['paper_expected']}x; "
+                f"{row['paper_measured']}x)")
+    return "\n".join(lines)

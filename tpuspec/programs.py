@@ -1,0 +1,196 @@
+"""The programs of an engine: what each computes and is compiled of. Holds no arrays."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from tpuspec import mesh as mesh_lib
+from tpuspec.config import EngineConfig
+from tpuspec.decode_state import DecodeState, Slots
+from tpuspec.kernel_choice import KernelChoice
+from tpuspec.kv_cache import DecoderCache
+from tpuspec.pass_timing import passes
+from tpuspec.speculative_step import step
+from tpuspec.t5 import T5
+
+Key = tuple  # of a program: ("step", γ, bucket), ("insert", bucket), ("release",), ("pass", ...)
+Weights = Sequence[list[jax.Array]]  # of the target and of the draft
+_MATRIX_ROWS = 8
+
+
+class Programs:
+    """Functions of (weights, state, *more), state donated, and their compilation.
+
+    Weights and state may be arrays or ``jax.ShapeDtypeStruct``s with shardings: an
+    engine compiles for the devices that it holds them on, ``tpuspec compile`` for a TPU
+    that is not there.
+    """
+
+    def __init__(self, target: T5, draft: T5 | None, config: EngineConfig, *,
+                 vocabulary_size: int, mesh: Mesh | None, kernels: KernelChoice):
+        """The models give their structure only, and may be abstract."""
+        self.config = config
+        self._vocabulary_size = vocabulary_size
+        self._mesh = mesh
+        self._kernels = kernels
+        models = (target,) if draft is None else (target, draft)
+        self._models = [model.config for model in models]
+        self._dtypes = [model.embedding.get_value().dtype for model in models]
+        self._tiled = all(kernels.tiles(model) for model in self._models)
+        self._graphs: list[nnx.GraphDef] = []
+        self._structures: list[jax.tree_util.PyTreeDef] = []
+        for model in models:
+            graph, params = nnx.split(model)
+            self._graphs.append(graph)
+            self._structures.append(jax.tree.structure(params))
+
+    # ---- arguments -----------------------------------------------------------
+
+    def weights(self, *models: T5) -> list[list[jax.Array]]:
+        """The leaves of target and draft, placed. Flat, for launches: to flatten an
+        nnx.State takes a millisecond."""
+        leaves = []
+        for model, config in zip(models, self._models, strict=True):
+            params = nnx.state(model)
+            if self._mesh is not None:
+                params = mesh_lib.place(params, mesh_lib.param_shardings(
+                    params, config, self._mesh))
+            leaves.append(jax.tree.leaves(params))
+        return leaves
+
+    def empty_state(self) -> DecodeState:
+        """Inert slots and empty caches, placed."""
+        state = self.new_state()
+        return state if self._mesh is None else mesh_lib.place(
+            state, self.state_shardings(state))
+
+    def new_state(self) -> DecodeState:
+        """The same, wherever JAX puts arrays."""
+        caches = [DecoderCache.zeros(
+            model, slots=self.config.slots,
+            positions=self.config.target_positions + self.draft_width - 1,
+            source_positions=self.config.max_source_length, dtype=dtype,
+            tiled=self._kernels.tiles(model))
+            for model, dtype in zip(self._models, self._dtypes, strict=True)]
+        return DecodeState(slots=Slots.empty(self.config.slots), target_cache=caches[0],
+                           draft_cache=caches[1] if len(caches) == 2 else None)
+
+    def state_shardings(self, state: DecodeState) -> DecodeState:
+        assert self._mesh is not None
+        target, *draft = self._models
+        return mesh_lib.state_shardings(state, target, draft[0] if draft else None, self._mesh)
+
+    # ---- what there is -------------------------------------------------------
+
+    def requests(self) -> Iterator[Key]:
+        """What requests need: steps, inserts, release."""
+        yield ("release",)
+        for bucket in self.config.source_buckets:
+            yield ("insert", bucket)
+        for bucket in {self.read_bucket(b): None for b in self.config.source_buckets}:
+            for rung in self.config.draft_lengths:
+                yield ("step", rung, bucket)
+
+    def single_passes(self) -> Iterator[Key]:
+        """What is timed for c and the widening."""
+        for width in sorted({self.target_width(rung) for rung in self.config.draft_lengths}):
+            yield ("pass", "target", width)
+        if len(self._models) == 2:
+            yield ("pass", "draft", self.draft_width)
+
+    def read_bucket(self, source_length: int) -> int:
+        """Source positions that a step reads at the most. The kernels read no further
+        than each slot's length: one program serves all buckets."""
+        return self.config.source_bucket(
+            self.config.max_source_length if self._tiled else source_length)
+
+    def target_width(self, rung: int) -> int:
+        """Positions of a target pass. In bfloat16 passes of different widths round
+        differently, so that all have one: plain decoding then computes what a verify
+        pass does. A TPU pads few rows to 8 or 16 anyway."""
+        if self._dtypes[0] == jnp.bfloat16:
+            return self.config.max_draft_length + 1
+        return rung + 1
+
+    @property
+    def draft_width(self) -> int:
+        """Positions of a draft pass. A TPU's matrix unit takes 8 rows in the time of
+        one, and XLA multiplies fewer rows on the vector unit: a pass of T5-small over
+        one row takes twice the time of one over 8 (static estimate, v4)."""
+        if not self._tiled:
+            return 1
+        parts = 1 if self._mesh is None else self._mesh.shape[mesh_lib.DATA]
+        return -(-_MATRIX_ROWS * parts // self.config.slots)
+
+    def lower(self, key: Key, weights: Weights, state: DecodeState) -> jax.stages.Lowered:
+        """Traces a program. Compiling it is the slow part, and takes no Python."""
+        function, more = self._build(key)
+        out_shardings: Any = None
+        if self._mesh is not None:
+            out_shardings = self.state_shardings(state)
+            if key[0] in ("step", "pass"):
+                out_shardings = (out_shardings, mesh_lib.replicated(self._mesh))
+        program = jax.jit(function, donate_argnums=1, out_shardings=out_shardings)
+        return program.lower(weights, state, *more)
+
+    # ---- what they compute ---------------------------------------------------
+
+    def _build(self, key: Key) -> tuple[Callable, tuple]:
+        """A program and the shapes of its arguments after the state."""
+        name, *rest = key
+        scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        if name == "insert":
+            tokens = jax.ShapeDtypeStruct((1, rest[0]), jnp.int32)
+            return self._insert, (scalar, tokens, jax.eval_shape(lambda: Slots.empty(1)))
+        if name == "release":
+            return self._release, (scalar,)
+        return functools.partial({"step": self._step, "pass": self._pass}[name], *rest), ()
+
+    def _merge(self, weights: Weights) -> tuple[T5, T5 | None]:
+        """Target and draft, inside a program, of its arguments."""
+        target, *draft = [
+            nnx.merge(graph, jax.tree.unflatten(structure, leaves))
+            for graph, structure, leaves in zip(
+                self._graphs, self._structures, weights, strict=True)]
+        return target, draft[0] if draft else None
+
+    def _insert(self, weights: Weights, state: DecodeState, slot: jax.Array,
+                tokens: jax.Array, row: Slots) -> DecodeState:
+        def fill(model: T5, cache: DecoderCache) -> DecoderCache:
+            encoded = model.encode(tokens, row.source_length_B)
+            return cache.insert_source(slot, model.cross_keys_values(encoded))
+
+        target, draft = self._merge(weights)
+        return dataclasses.replace(
+            state, slots=state.slots.insert(slot, row),
+            target_cache=fill(target, state.target_cache),
+            draft_cache=None if draft is None else fill(draft, state.draft_cache))
+
+    def _step(self, rung: int, bucket: int, weights: Weights, state: DecodeState,
+              ) -> tuple[DecodeState, jax.Array]:
+        target, draft = self._merge(weights)
+        state, output = step(target, draft, state, draft_length=rung,
+                             target_width=self.target_width(rung), source_positions=bucket,
+                             vocabulary_size=self._vocabulary_size,
+                             draft_width=self.draft_width, kernels=self._kernels)
+        return state, output.pack()
+
+    def _release(self, weights: Weights, state: DecodeState, slot: jax.Array) -> DecodeState:
+        active = state.slots.active_B & (jnp.arange(self.config.slots) != slot)
+        return dataclasses.replace(
+            state, slots=dataclasses.replace(state.slots, active_B=active))
+
+    def _pass(self, which: str, width: int, weights: Weights, state: DecodeState,
+              ) -> tuple[DecodeState, jax.Array]:
+        target, draft = self._merge(weights)
+        model = target if which == "target" else draft
+        assert model is not None
+        return passes(model, which, state, width=width,
+                      source_positions=self.read_bucket(self.config.source_buckets[0]),
+                      vocabulary_size=self._vocabulary_size, kernels=self._kernels)
