@@ -35,7 +35,8 @@ def test_interpreted_kernels_give_the_ids_of_xla(heads):
     kernels = KernelChoice(implementation="pallas", interpret=True)
     engine = Engine(target, draft, CONFIG, vocabulary_size=48, kernels=kernels)
     assert engine._state.target_cache.self_k[0].shape == (2, heads // 2, 128, 128)
-    assert len(list(engine._definitions.requests())) == 5  # release, an insert a bucket, a step a draft length
+    # release, an insert a bucket, a step a draft length
+    assert len(list(engine._definitions.requests())) == 5
     assert ids(engine) == plain
 
 

@@ -77,7 +77,8 @@ class Batch:
 
 
 def encode(processor: sentencepiece.SentencePieceProcessor, texts: list[str]) -> list[list[int]]:
-    return [ids + [1] for ids in processor.encode(texts, num_threads=1)]  # a thread a call is slow
+    # One by one: a call with a list starts threads, which for short lists is slower.
+    return [processor.encode(text) + [1] for text in texts]
 
 
 def width(length: int) -> int:
