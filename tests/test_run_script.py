@@ -216,6 +216,7 @@ class TestSetUp:
         for _ in range(2):
             status, _, _ = run(checkout, environment, "test", "-k", "a name")
             assert status == 0
-        once = ["ruff check .", "mypy --config-file ../pyproject.toml", "pytest -n auto --maxprocesses 4 --dist loadfile -k a name"]
+        once = ["ruff check .", "mypy --config-file ../pyproject.toml",
+                "pytest -n auto --maxprocesses 4 --dist loadfile -k a name"]
         log = pathlib.Path(environment["LOG"]).read_text().splitlines()
         assert log == ["install", "editable", *once, *once]
