@@ -13,8 +13,6 @@ from tpuspec.config import Quantization, T5Config
 from tpuspec.int8_weights import quantize_weight
 from tpuspec.t5 import T5
 
-_quantize_weight = jax.jit(quantize_weight)  # its steps in float32 need no memory then
-
 
 def quantize(model: T5, *, dtype: jnp.dtype | None = None,
              shardings: Shardings | None = None) -> T5:
@@ -47,7 +45,7 @@ def quantize(model: T5, *, dtype: jnp.dtype | None = None,
             continue
         if not jnp.isfinite(array).all():
             raise ValueError(f"{name} holds numbers that are not finite: it has no int8 form")
-        steps, scale = _quantize_weight(array)
+        steps, scale = quantize_weight(array)
         scale_name = name.removesuffix("weight") + "scale"
         made[name] = jax.device_put(steps, leaf.sharding)
         made[scale_name] = jax.device_put(scale, wanted.leaves[scale_name].sharding)

@@ -11,6 +11,7 @@ from harness import run_cli
 
 from tpuspec import checkpoint
 from tpuspec.config import EngineConfig
+from tpuspec.huggingface import import_huggingface
 from tpuspec.quantization import quantize
 from tpuspec.serving import convert, inspect, models
 from tpuspec.serving.cli import make_parser
@@ -46,9 +47,11 @@ def assert_same(found: list[jax.Array], wanted: list[jax.Array]) -> None:
 
 
 def test_convert_quantizes_what_it_reads_from_either_layout(tiny_pair, tmp_path, capsys):
-    for i, source in enumerate((tiny_pair / "target", GOLDEN / "t5_v1_1")):
-        whole = checkpoint.load(converted(source, tmp_path / f"whole{i}", "--dtype", "bfloat16"))
-        made = converted(source, tmp_path / f"int8{i}", "--dtype", "bfloat16", "--quantize", "int8")
+    for read, source in ((checkpoint.load, tiny_pair / "target"),
+                         (import_huggingface, GOLDEN / "t5_v1_1")):
+        whole = read(source, dtype=jnp.bfloat16)
+        made = converted(source, tmp_path / source.name, "--dtype", "bfloat16",
+                         "--quantize", "int8")
         small = checkpoint.load(made)
         assert_same(jax.tree.leaves(checkpoint.named_parameters(small.model)),
                     jax.tree.leaves(checkpoint.named_parameters(quantize(whole.model))))
@@ -63,8 +66,8 @@ def test_convert_quantizes_what_it_reads_from_either_layout(tiny_pair, tmp_path,
         assert facts["parameters"] == sum(
             w.size for w in checkpoint.named_parameters(whole.model).values())
         assert facts["provenance"] == {"quantized_from": whole.provenance}
-    again = run_cli("convert", str(made), str(tmp_path / "again"), "--quantize", "int8")
-    assert again.returncode == 1 and "the weights are int8 already" in again.stderr
+    with pytest.raises(ValueError, match="the weights are int8 already"):
+        converted(made, tmp_path / "again", "--quantize", "int8")
     assert not (tmp_path / "again").exists()
 
 
