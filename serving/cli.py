@@ -53,7 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
             ("generate", "generate from texts, in process or with a server", _generate_flags),
             ("demo", "stream translations of the bundled pair and measure the speed-up",
              _demo_flags),
-            ("convert", "make a checkpoint of a Hugging Face directory", _convert_flags),
+            ("convert", "make a checkpoint of a Hugging Face directory or of a checkpoint",
+             _convert_flags),
             ("inspect", "say what a checkpoint is, and what it can be a pair with",
              _inspect_flags),
             ("plan", "what a pair should gain by Eq. (5), by draft length", _plan_flags),
@@ -117,10 +118,13 @@ def _demo_flags(parser: argparse.ArgumentParser) -> None:
 
 def _convert_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SOURCE", help="directory with config.json and "
-                        "safetensors, and spiece.model for text")
+                        "safetensors, and spiece.model for text; or a checkpoint")
     parser.add_argument("out", metavar="OUT", help="new directory")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"),
                         help="of the weights; as stored, if not given")
+    parser.add_argument("--quantize", choices=("int8",),
+                        help="of the linear maps other than feed-forward output and logits, "
+                             "which keep the dtype")
     parser.set_defaults(platform="cpu")
 
 
@@ -159,7 +163,8 @@ def _compile_flags(parser: argparse.ArgumentParser) -> None:
                         help="decoder positions, drafts included")
     parser.add_argument("--draft_lengths", type=_integers(0), default=(0, 5, 7),
                         help="compiled draft lengths, beginning with 0")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32", "int8"), default="bfloat16",
+                        help="int8 is of the target's weights alone, beside bfloat16")
     parser.add_argument("--mesh", type=_integers(1, count=2), metavar="DATA,MODEL",
                         help="chips that share slots and weights; all share the weights, if "
                              "not given")
@@ -171,8 +176,9 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="DIR", help="checkpoint; without it the bundled pair")
     parser.add_argument("--draft", metavar="DIR", help="checkpoint; without it plain decoding")
     parser.add_argument("--platform", choices=("cpu", "tpu"), help="must be present")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"),
-                        help="bfloat16 on TPU and float32 elsewhere, if not given")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "int8"),
+                        help="bfloat16 on TPU and float32 elsewhere, if not given; int8 is the "
+                             "same with weights quantized while loading")
     parser.add_argument("--mesh", type=_integers(1, count=2), default=(1, 1),
                         metavar="DATA,MODEL", help="devices that share slots and weights")
 

@@ -1,6 +1,7 @@
 """``tpuspec compile``: what a pair takes on a TPU, before one is paid for."""
 
 import argparse
+import dataclasses
 import json
 import sys
 from typing import TYPE_CHECKING
@@ -9,7 +10,7 @@ import tqdm
 
 from tpuspec import platform
 from tpuspec.chips import CHIPS
-from tpuspec.config import EngineConfig
+from tpuspec.config import EngineConfig, Quantization
 from tpuspec.presets import preset
 
 if TYPE_CHECKING:
@@ -26,6 +27,10 @@ def run(args: argparse.Namespace) -> int:
     """Exit code 1 if a pair does not fit."""
     target = preset(args.target)
     draft = None if args.draft == "none" else preset(args.draft)
+    dtype = args.dtype
+    if dtype == "int8":
+        target = dataclasses.replace(target, quantization=Quantization.INT8)
+        dtype = "bfloat16"  # of the draft, of activations and of what is not quantized
     lengths = args.draft_lengths if draft is not None else (0,)
     positions = args.length - lengths[-1] - 2  # the start token and one window more
     if positions < 1:
@@ -52,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
                 bar.set_postfix_str(what)
 
             found = program_report.report(
-                topology, target, draft, config, dtype=args.dtype, progress=progress,
+                topology, target, draft, config, dtype=dtype, progress=progress,
                 mesh_shape=args.mesh or (1, topology.num_chips))
         reports.append(found)
         if not args.json:

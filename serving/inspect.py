@@ -25,14 +25,15 @@ def run(args: argparse.Namespace) -> int:
 def describe(found: Description) -> dict[str, Any]:
     """Facts for people and programs."""
     config, vocabulary = found.config, found.vocabulary
-    shapes = config.to_json() | {"vocab_size": None}
+    shapes = config.to_json() | {"vocab_size": None, "quantization": None}
     return {
         "path": str(found.path),
         "shapes_of": [name for name, preset in PRESETS.items()
                       if preset.to_json() | {"vocab_size": None} == shapes],
         "parameters": found.parameters,
         "dtype": found.dtype,
-        "bytes_on_device": found.parameters * found.bytes_per_parameter,
+        "quantization": config.quantization,
+        "bytes_on_device": found.weight_bytes,
         "vocabulary": None if vocabulary is None else vocabulary.size,
         "embedding_rows": config.vocab_size,
         "tied": config.tie_word_embeddings,

@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator
 import jax
 import jax.numpy as jnp
 import tqdm
-from jax.sharding import Mesh
 
 from tpuspec import checkpoint, memory, platform
 from tpuspec import mesh as mesh_lib
 from tpuspec.checkpoint import LoadedModel
-from tpuspec.config import EngineConfig
+from tpuspec.config import EngineConfig, Quantization
 from tpuspec.engine import Engine
+from tpuspec.quantization import load_int8
 from tpuspec.serving.service import ModelInfo
 from tpuspec.vocabulary import MODEL_FILE, Vocabulary
 
@@ -82,6 +82,7 @@ def load(models: Pair, config: EngineConfig, *, dtype: str | None = None,
       models: directories.
       config: shapes; without a draft its ladder must be (0,).
       dtype: of weights and activations; None is bfloat16 on TPU and float32 elsewhere.
+        "int8" quantizes what is not quantized yet and leaves the rest as with None.
       mesh_shape: devices along data (slots) and model (heads, widths).
 
     Raises:
@@ -90,15 +91,21 @@ def load(models: Pair, config: EngineConfig, *, dtype: str | None = None,
     """
     _keep_compiled_programs()
     devices = jax.devices()
-    if dtype is None:
+    read = load_int8 if dtype == "int8" else checkpoint.load
+    if dtype is None or dtype == "int8":
         dtype = "bfloat16" if devices[0].platform == "tpu" else "float32"
     mesh = None if mesh_shape == (1, 1) else mesh_lib.make_mesh(*mesh_shape)
-    memory.check_fits(
-        [checkpoint.describe(path).config for path in (models.target, models.draft)
-         if path is not None], config, dtype=jnp.dtype(dtype), mesh=mesh,
-        available=memory.device_memory(devices[0]))
-    target = _load(models.target, dtype, mesh)
-    draft = None if models.draft is None else _load(models.draft, dtype, mesh)
+    configs = [checkpoint.describe(path).config for path in (models.target, models.draft)
+               if path is not None]
+    if read is load_int8:
+        configs = [dataclasses.replace(c, quantization=Quantization.INT8) for c in configs]
+    memory.check_fits(configs, config, dtype=jnp.dtype(dtype), mesh=mesh,
+                      available=memory.device_memory(devices[0]))
+    read = functools.partial(
+        read, dtype=jnp.dtype(dtype), shardings=None if mesh is None
+        else functools.partial(mesh_lib.param_shardings, mesh=mesh))
+    target = read(models.target)
+    draft = None if models.draft is None else read(models.draft)
     vocabulary = _common_vocabulary(target, draft)
     engine = Engine(
         target.model, None if draft is None else draft.model, config, mesh=mesh,
@@ -136,11 +143,6 @@ def warm_up(engine: Engine) -> None:
             bar.refresh()
 
         engine.warm_up(progress)
-
-
-def _load(directory: pathlib.Path, dtype: str, mesh: Mesh | None) -> LoadedModel:
-    shardings = None if mesh is None else functools.partial(mesh_lib.param_shardings, mesh=mesh)
-    return checkpoint.load(directory, dtype=jnp.dtype(dtype), shardings=shardings)
 
 
 def _common_vocabulary(target: LoadedModel, draft: LoadedModel | None) -> Vocabulary | None:

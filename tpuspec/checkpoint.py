@@ -59,7 +59,7 @@ class AbstractModel:
             wanted = [jax.sharding.SingleDeviceSharding(jax.devices()[0])] * len(leaves)
         else:
             wanted = jax.tree.leaves(shardings(self._state, config))
-        self.leaves = {name: jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding)
+        self.leaves = {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
                        for name, leaf, sharding in zip(names, leaves, wanted, strict=True)}
 
     def build(self, arrays: Mapping[str, jax.Array]) -> T5:
@@ -91,7 +91,7 @@ def check_leaves(found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tupl
 
 def save(directory: str | os.PathLike[str], model: T5, vocabulary: Vocabulary | None, *,
          provenance: Mapping[str, Any] | None = None, dtype: jnp.dtype | None = None) -> None:
-    """Writes a new checkpoint; ``dtype`` is that of the weights on disk.
+    """Writes a new checkpoint; ``dtype`` is that of the weights on disk, other than int8.
 
     Raises:
       ValueError: the directory exists, or dtype is neither float32 nor bfloat16.
@@ -102,7 +102,8 @@ def save(directory: str | os.PathLike[str], model: T5, vocabulary: Vocabulary | 
         raise ValueError(f"{final} exists already; choose another name or remove it first")
     arrays = named_parameters(model)
     dtype = _checked_dtype(dtype if dtype is not None else arrays["embedding"].dtype)
-    arrays = {name: array.astype(dtype) for name, array in arrays.items()}
+    leaves = AbstractModel(model.config, dtype).leaves
+    arrays = {name: array.astype(leaves[name].dtype) for name, array in arrays.items()}
     scratch = final.with_name(f"{final.name}{_UNFINISHED}{secrets.token_hex(4)}")
     scratch.mkdir(parents=True)
     try:
@@ -127,7 +128,7 @@ def load(directory: str | os.PathLike[str], *, dtype: jnp.dtype | None = None,
 
     Args:
       directory: relative, with ``~`` or a trailing slash as you like.
-      dtype: of the weights in memory; None for that on disk.
+      dtype: of the weights in memory, other than int8; None for that on disk.
       shardings: called with the abstract parameters and the configuration,
         returns a tree of shardings like the parameters, for example
         ``functools.partial(mesh.param_shardings, mesh=mesh)``; None puts
@@ -146,6 +147,8 @@ def load(directory: str | os.PathLike[str], *, dtype: jnp.dtype | None = None,
         names, leaves = _named(tree)
         check_leaves({name: leaf.shape for name, leaf in zip(names, leaves, strict=True)},
                      {name: leaf.shape for name, leaf in abstract.leaves.items()}, str(path))
+        _check_int8({name: leaf.dtype for name, leaf in zip(names, leaves, strict=True)},
+                    abstract.leaves, str(path))
         item = _nest(abstract.leaves)
         restored = checkpointer.restore(path / WEIGHTS, args=ocp.args.PyTreeRestore(
             item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item)))
@@ -154,6 +157,18 @@ def load(directory: str | os.PathLike[str], *, dtype: jnp.dtype | None = None,
     return LoadedModel(model=abstract.build(dict(zip(names, arrays, strict=True))),
                        config=config, provenance=provenance,
                        vocabulary=Vocabulary.load(path) if has_vocabulary else None)
+
+
+def _check_int8(found: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct],
+                source: str) -> None:
+    """Between float types a cast is rounding; to and from int8 it makes other numbers."""
+    wrong = [f"{name} is {jnp.dtype(found[name]).name}, wanted {leaf.dtype.name}"
+             for name, leaf in sorted(wanted.items())
+             if (found[name] == jnp.int8) != (leaf.dtype == jnp.int8)]
+    if wrong:
+        more = f" and {len(wrong) - 12} more" if len(wrong) > 12 else ""
+        raise ValueError(f"{source} does not fit its configuration: "
+                         + "; ".join(wrong[:12]) + more)
 
 
 def _configuration(file: Path) -> tuple[T5Config, str, dict[str, Any]]:
@@ -169,18 +184,19 @@ def _configuration(file: Path) -> tuple[T5Config, str, dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a checkpoint says of itself; no array is read."""
+    """What a checkpoint says of itself; no array is read.
+
+    ``dtype`` is of the weights that are not quantized, ``parameters`` does not count
+    the scales of those that are, ``weight_bytes`` does.
+    """
 
     path: Path
     config: T5Config
     dtype: str
     parameters: int
+    weight_bytes: int
     vocabulary: Vocabulary | None
     provenance: dict[str, Any]
-
-    @property
-    def bytes_per_parameter(self) -> int:
-        return jnp.dtype(self.dtype).itemsize
 
 
 def describe(directory: str | os.PathLike[str]) -> Description:
@@ -190,7 +206,10 @@ def describe(directory: str | os.PathLike[str]) -> Description:
     leaves = AbstractModel(config, _checked_dtype(dtype)).leaves
     return Description(
         path=path, config=config, dtype=dtype, provenance=provenance,
-        parameters=sum(math.prod(leaf.shape) for leaf in leaves.values()),
+        parameters=sum(math.prod(leaf.shape) for name, leaf in leaves.items()
+                       if not name.endswith(".scale")),
+        weight_bytes=sum(math.prod(leaf.shape) * leaf.dtype.itemsize
+                         for leaf in leaves.values()),
         vocabulary=Vocabulary.load(path) if (path / MODEL_FILE).is_file() else None)
 
 

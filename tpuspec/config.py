@@ -25,6 +25,12 @@ class Activation(enum.StrEnum):
         return self is not Activation.RELU
 
 
+class Quantization(enum.StrEnum):
+    """How weights are stored where they are not of the model's dtype."""
+
+    INT8 = "int8"
+
+
 def check_range(name: str, value: float, low: float, high: float | None) -> None:
     """Raises ValueError naming the field, the value and the bound."""
     if value >= low and (high is None or value <= high):
@@ -57,6 +63,8 @@ class T5Config:
       decoder_start_token_id: the id at decoder position 0; a real id in T5 (0).
       eos_token_id: the id that ends an output by default.
       pad_token_id: the id that fills unused source positions; never a mask.
+      quantization: of the linear maps other than the feed-forward output and the
+        logits, with one float32 scale for each output channel; None is none.
     """
 
     vocab_size: int
@@ -76,9 +84,12 @@ class T5Config:
     decoder_start_token_id: int = 0
     eos_token_id: int = 1
     pad_token_id: int = 0
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "activation", Activation(self.activation))
+        if self.quantization is not None:
+            object.__setattr__(self, "quantization", Quantization(self.quantization))
         if self.scale_decoder_outputs is None:
             object.__setattr__(self, "scale_decoder_outputs", self.tie_word_embeddings)
         for name in ("vocab_size", "d_model", "d_kv", "d_ff", "num_heads",
@@ -98,7 +109,9 @@ class T5Config:
         return self.num_heads * self.d_kv
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"activation": str(self.activation)}
+        fields = dataclasses.asdict(self)
+        return {name: str(value) if isinstance(value, enum.StrEnum) else value
+                for name, value in fields.items()}
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "T5Config":

@@ -196,7 +196,8 @@ def _config(fields: Mapping[str, Any], tied: bool) -> T5Config:
         raise ValueError(f"model_type must be one of {', '.join(_MODEL_TYPES)}, "
                          f"got {model_type}")
     known = {f.name for f in dataclasses.fields(T5Config)} - {
-        "activation", "tie_word_embeddings", "scale_decoder_outputs", "per_layer_relative_bias"}
+        "activation", "tie_word_embeddings", "scale_decoder_outputs", "per_layer_relative_bias",
+        "quantization"}
     chosen = {name: value for name, value in fields.items()
               if name in known and value is not None}
     chosen.setdefault("num_decoder_layers", chosen.get("num_layers"))

@@ -16,29 +16,34 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from tpuspec.config import Activation, T5Config
+from tpuspec.config import Activation, Quantization, T5Config
+from tpuspec.int8_weights import quantize_weight
 from tpuspec.kernels.implementation import precision_of
 
 # Up to this many rows XLA's CPU backend is faster when the product is written as
 # what it is: one streaming pass over W [out, in] whatever the number of rows.
 _FEW_ROWS = 32
 
-def matmul_out_in(x: jax.Array, weight: jax.Array, *,
+def matmul_out_in(x: jax.Array, weight: jax.Array, *, scale: jax.Array | None = None,
                   preferred: jnp.dtype | None = None) -> jax.Array:
     """x Wᵀ over the last axis of ``x``, with ``weight`` stored [*parts, out, in].
 
-    Returns [*x.shape[:-1], *parts, out].
+    Returns [*x.shape[:-1], *parts, out], times ``scale`` [*parts, out] if given. The
+    scale of int8 weights comes after the product, so that TPU v4 multiplies by the bytes
+    as they are: of W times scale it makes bfloat16 first, at twice the cycles.
 
     A verify pass has γ+1 rows, and XLA's CPU backend is slow at products of few
     rows: written as a sum of products they take two thirds of the time or less
     (float32, 4 and 8 rows, weights of 0.25 to 11 MB, 2 cores).
     """
-    preferred = preferred or x.dtype
+    result = preferred or x.dtype
+    preferred = jnp.float32 if scale is not None else result  # rounded once, when scaled
     rows = math.prod(x.shape[:-1])
-    streamed = rows <= _FEW_ROWS and not (rows == 1 and x.dtype == jnp.float32)
+    streamed = rows <= _FEW_ROWS and not (
+        rows == 1 and x.dtype == weight.dtype == jnp.float32)
 
     def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return lax.dot_general(x, weight, (((1,), (weight.ndim - 1,)), ((), ())),
+        return lax.dot_general(x, weight.astype(x.dtype), (((1,), (weight.ndim - 1,)), ((), ())),
                                preferred_element_type=preferred,
                                precision=precision_of(x.dtype))
 
@@ -56,36 +61,54 @@ def matmul_out_in(x: jax.Array, weight: jax.Array, *,
         y = lax.platform_dependent(x_RI, weight, cpu=on_cpu, default=product)
     else:
         y = product(x_RI, weight)
+    if scale is not None:
+        y = (y * lax.broadcast_in_dim(scale, y.shape, tuple(range(1, y.ndim)))).astype(result)
     return y.reshape(*x.shape[:-1], *weight.shape[:-1])
 
 
-class Linear(nnx.Module):
+class _Weights(nnx.Module):
+    """W of shape [*parts, out, in], with a scale [*parts, out] if it is quantized."""
+
+    def __init__(self, weight: jax.Array, *, logical: tuple[str, ...],
+                 quantization: Quantization | None):
+        scale = None
+        if quantization is Quantization.INT8:
+            weight, scale = quantize_weight(weight)
+        self.weight = nnx.Param(weight, logical=logical)
+        self.scale = None if scale is None else nnx.Param(scale, logical=logical[:-1])
+
+    def product(self, x: jax.Array) -> jax.Array:
+        return matmul_out_in(x, self.weight[...],
+                             scale=None if self.scale is None else self.scale[...])
+
+
+class Linear(_Weights):
     """y = x Wᵀ with W of shape [out, in], no bias."""
 
     def __init__(self, in_dim: int, out_dim: int, *, logical: tuple[str, str],
-                 std: float, dtype: jnp.dtype, rngs: nnx.Rngs):
-        self.weight = nnx.Param(
-            std * jax.random.normal(rngs.params(), (out_dim, in_dim), dtype),
-            logical=logical)
+                 std: float, dtype: jnp.dtype, rngs: nnx.Rngs,
+                 quantization: Quantization | None = None):
+        weight = std * jax.random.normal(rngs.params(), (out_dim, in_dim), dtype)
+        super().__init__(weight, logical=logical, quantization=quantization)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return matmul_out_in(x, self.weight[...])
+        return self.product(x)
 
 
-class Linears(nnx.Module):
+class Linears(_Weights):
     """Linear maps that read the same x, in one product: weights [parts, out, in]."""
 
     def __init__(self, in_dim: int, out_dim: int, *, logical: tuple[str, str],
-                 stds: Sequence[float], dtype: jnp.dtype, rngs: nnx.Rngs):
+                 stds: Sequence[float], dtype: jnp.dtype, rngs: nnx.Rngs,
+                 quantization: Quantization | None = None):
         shape = (len(stds), out_dim, in_dim)
-        self.weight = nnx.Param(
-            jnp.asarray(stds, dtype)[:, None, None] * jax.random.normal(
-                rngs.params(), shape, dtype),
-            logical=("parts", *logical))
+        weight = jnp.asarray(stds, dtype)[:, None, None] * jax.random.normal(
+            rngs.params(), shape, dtype)
+        super().__init__(weight, logical=("parts", *logical), quantization=quantization)
 
     def __call__(self, x: jax.Array) -> list[jax.Array]:
         """One result for each part."""
-        y = matmul_out_in(x, self.weight[...])
+        y = self.product(x)
         return [y[..., part, :] for part in range(y.shape[-2])]
 
 
@@ -198,7 +221,8 @@ class Attention(nnx.Module):
 
     def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.o = Linear(config.inner_dim, config.d_model, std=config.inner_dim**-0.5,
-                        logical=("embed", "heads"), dtype=dtype, rngs=rngs)
+                        logical=("embed", "heads"), dtype=dtype, rngs=rngs,
+                        quantization=config.quantization)
         self.num_heads = config.num_heads
 
     def heads(self, x_BGI: jax.Array) -> jax.Array:
@@ -226,7 +250,8 @@ class SelfAttention(Attention):
     def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         super().__init__(config, dtype=dtype, rngs=rngs)
         self.qkv = Linears(config.d_model, config.inner_dim, stds=_reader_stds(config),
-                           logical=("heads", "embed"), dtype=dtype, rngs=rngs)
+                           logical=("heads", "embed"), dtype=dtype, rngs=rngs,
+                           quantization=config.quantization)
 
     def queries_keys_values(self, x_BGD: jax.Array) -> list[jax.Array]:
         """Three [B, N, G, H]."""
@@ -239,7 +264,8 @@ class CrossAttention(Attention):
     def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         super().__init__(config, dtype=dtype, rngs=rngs)
         q_std, *kv_stds = _reader_stds(config)
-        reader = dict(logical=("heads", "embed"), dtype=dtype, rngs=rngs)
+        reader = dict(logical=("heads", "embed"), dtype=dtype, rngs=rngs,
+                      quantization=config.quantization)
         self.q = Linear(config.d_model, config.inner_dim, std=q_std, **reader)
         self.kv = Linears(config.d_model, config.inner_dim, stds=kv_stds, **reader)
 
@@ -254,13 +280,18 @@ class CrossAttention(Attention):
 
 
 class FeedForward(nnx.Module):
-    """ReLU (T5 1.0) or gated GELU / SiLU (T5 1.1, Flan, mT5, UL2, ...)."""
+    """ReLU (T5 1.0) or gated GELU / SiLU (T5 1.1, Flan, mT5, UL2, ...).
+
+    ``wo`` is never quantized: in T5 it reads the largest activations, and others keep it
+    in float32 for that.
+    """
 
     def __init__(self, config: T5Config, *, dtype: jnp.dtype, rngs: nnx.Rngs):
         d_model, d_ff = config.d_model, config.d_ff
         parts = 2 if config.activation.gated else 1  # of a gated one the gate comes first
         self.wi = Linears(d_model, d_ff, stds=[d_model**-0.5] * parts,
-                          logical=("mlp", "embed"), dtype=dtype, rngs=rngs)
+                          logical=("mlp", "embed"), dtype=dtype, rngs=rngs,
+                          quantization=config.quantization)
         self.wo = Linear(d_ff, d_model, std=d_ff**-0.5, logical=("embed", "mlp"),
                          dtype=dtype, rngs=rngs)
         self.activation = config.activation
