@@ -89,8 +89,7 @@ def load(models: Pair, config: EngineConfig, *, dtype: str | None = None,
     """
     _keep_compiled_programs()
     devices = jax.devices()
-    if dtype is None:
-        dtype = "bfloat16" if devices[0].platform == "tpu" else "float32"
+    dtype = dtype or default_dtype()
     mesh = None if mesh_shape == (1, 1) else mesh_lib.make_mesh(*mesh_shape)
     target = _load(models.target, dtype, mesh)
     draft = None if models.draft is None else _load(models.draft, dtype, mesh)
@@ -113,6 +112,11 @@ def load(models: Pair, config: EngineConfig, *, dtype: str | None = None,
     return Served(engine=engine, vocabulary=vocabulary, info=info)
 
 
+def default_dtype() -> str:
+    """Of weights and activations where none is named."""
+    return "bfloat16" if jax.devices()[0].platform == "tpu" else "float32"
+
+
 def _keep_compiled_programs() -> None:
     """Unless JAX_COMPILATION_CACHE_DIR names another folder for them."""
     if jax.config.jax_compilation_cache_dir is None:
@@ -120,8 +124,8 @@ def _keep_compiled_programs() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def warm_up(engine: Engine) -> None:
-    """Compiles all programs, with progress on a terminal."""
+def warm_up(engine: Engine, *, measure: bool = True) -> None:
+    """Compiles all programs and, unless told not to, times them; progress on a terminal."""
     with tqdm.tqdm(desc="warming up", unit="program", file=sys.stderr, leave=False,
                    disable=not sys.stderr.isatty()) as bar:
 
@@ -130,7 +134,9 @@ def warm_up(engine: Engine) -> None:
             bar.total, bar.n = total, done
             bar.refresh()
 
-        engine.warm_up(progress)
+        engine.compile(progress)
+        if measure:
+            engine.measure(progress)
 
 
 def _load(directory: pathlib.Path, dtype: str, mesh: Mesh | None) -> LoadedModel:

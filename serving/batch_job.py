@@ -1,0 +1,184 @@
+"""What a batch job has done so far, in a folder beside its output; it survives kill -9.
+
+    out.jsonl.job/
+      job.json                          settings, input, models; at the end the summary
+      lines-000000001-000000256.jsonl   one record for each of these lines of the input
+
+A file of records appears whole or not at all, so that nothing has to be repaired: the
+job goes on after the last line that has its record. ``job.json`` stays when the job is
+complete and says how the output was made; the records are removed.
+"""
+
+import hashlib
+import json
+import pathlib
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+from tpuspec.serving.storage import File, Folder
+
+_JOB = "job.json"
+_RECORDS = re.compile(r"lines-(\d+)-(\d+)\.jsonl")
+_MOST_LINES = 1000  # in one file of records
+_MOST_SECONDS = 5.0  # of work that a kill can cost
+_SAMPLE = 1 << 20  # bytes of each file that count for a checkpoint's identity
+
+
+def checkpoint_identity(directory: pathlib.Path) -> str:
+    """Changes with any name, size or first MiB of the files: weights get new names or
+    contents with every save, and reading all of them would take minutes."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in directory.rglob("*") if path.is_file()):
+        with open(path, "rb") as file:
+            content = file.read(_SAMPLE)
+        head = [path.relative_to(directory).as_posix(), path.stat().st_size, len(content)]
+        digest.update(json.dumps(head).encode() + content)
+    return digest.hexdigest()
+
+
+class Job:
+    """Made by ``open``; one process at a time has it.
+
+    Attributes:
+      settings: of the first run.
+      done: lines of the input that have their record.
+      summary: of a complete job, else None.
+    """
+
+    def __init__(self, folder: Folder, document: Mapping[str, Any]):
+        self.settings: Mapping[str, Any] = document["settings"]
+        self.summary: dict[str, Any] | None = document.get("summary")
+        self._folder = folder
+        self._document = document
+        self._files: list[str] = []
+        self._buffer: list[str] = []
+        self._saved = 0  # lines in files
+        self._last_save = time.monotonic()
+
+    @classmethod
+    def open(cls, output: File, errors: File, *, identity: Mapping[str, Mapping[str, Any]],
+             settings: Mapping[str, Any], fresh: Mapping[str, Any]) -> Self:
+        """Begins the job or takes it up again.
+
+        Args:
+          output, errors: what it writes at the end.
+          identity: by kind ("input", "model"), what must be the same in every run.
+          settings: of this run, JSON values; None means as in the first run.
+          fresh: what None means in the first run.
+
+        Raises:
+          ValueError: another process has the job, it was begun with something else, or
+            there is an output already that is not the job's.
+        """
+        folder = Folder(output.sibling(f"{output.name}.job"))
+        if not folder.exists(_JOB):
+            for file in (output, errors):
+                if file.exists():
+                    raise ValueError(f"{file.url} exists and is not of this job: remove it or "
+                                     "choose another name")
+        if not folder.lock():
+            raise ValueError(f"another process is writing {output.url}")
+        try:
+            names = folder.names()
+            if _JOB not in names:
+                folder.remove(names)
+                first = {name: fresh.get(name) if value is None else value
+                         for name, value in settings.items()}
+                document = {**identity, "settings": first}
+                folder.replace(_JOB, _encode(document))
+                return cls(folder, document)
+            job = cls(folder, _decode(folder))
+            job._check({**identity, "settings": {
+                name: value for name, value in settings.items() if value is not None}})
+            job._take_up(names)
+            if job.summary is not None and not output.exists():
+                raise ValueError(f"{output.url} was made and is gone: remove {folder.url} to "
+                                 "make it again")
+            return job
+        except BaseException:
+            folder.unlock()
+            raise
+
+    @property
+    def done(self) -> int:
+        return self._saved + len(self._buffer)
+
+    @property
+    def local_path(self) -> str | None:
+        return self._folder.local_path
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """The record of the next line; it is safe within seconds.
+
+        Raises:
+          ValueError: another process has written this part of the output.
+        """
+        self._buffer.append(json.dumps(record, ensure_ascii=False) + "\n")
+        if (len(self._buffer) >= _MOST_LINES
+                or time.monotonic() - self._last_save >= _MOST_SECONDS):
+            self.save()
+
+    def save(self) -> None:
+        if self._buffer:
+            name = f"lines-{self._saved + 1:09d}-{self.done:09d}.jsonl"
+            try:
+                self._folder.create(name, "".join(self._buffer).encode())
+            except FileExistsError:
+                raise ValueError(f"another process is writing {self._folder.url}") from None
+            self._files.append(name)
+            self._saved, self._buffer = self.done, []
+        self._last_save = time.monotonic()
+
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Every record, in the order of the input."""
+        for name in self._files:
+            for line in self._folder.read(name).splitlines():
+                yield json.loads(line)
+
+    def complete(self, summary: Mapping[str, Any]) -> None:
+        """After the output: from here on the job is never run again."""
+        self._folder.replace(_JOB, _encode({**self._document, "summary": summary}))
+        self._folder.remove(self._files)
+
+    def close(self) -> None:
+        self._folder.unlock()
+
+    def _check(self, now: Mapping[str, Mapping[str, Any]]) -> None:
+        before = self._document
+        different = [f"{kind} {name} was {before[kind].get(name)!r}, now {value!r}"
+                     for kind, values in now.items() for name, value in values.items()
+                     if before[kind].get(name) != value]
+        if different:
+            raise ValueError(
+                f"{self._folder.url} was begun with something else: {'; '.join(different)}. "
+                "Run it as before, or remove that folder and the output to start again")
+
+    def _take_up(self, names: Sequence[str]) -> None:
+        """Keeps the files that follow on each other from line 1; the rest is removed."""
+        stray = [name for name in names if name != _JOB]
+        while self.summary is None and (follows := [name for name in stray if self._is_next(name)]):
+            self._files.append(follows[0])
+            self._saved = int(follows[0].removesuffix(".jsonl").rpartition("-")[2])
+            stray.remove(follows[0])
+        self._folder.remove(stray)
+
+    def _is_next(self, name: str) -> bool:
+        match = _RECORDS.fullmatch(name)
+        if match is None or int(match[1]) != self._saved + 1:
+            return False
+        content = self._folder.read(name)
+        return content.endswith(b"\n") and content.count(b"\n") == int(match[2]) - self._saved
+
+
+def _encode(document: Mapping[str, Any]) -> bytes:
+    return (json.dumps(document, ensure_ascii=False, indent=1) + "\n").encode()
+
+
+def _decode(folder: Folder) -> dict[str, Any]:
+    try:
+        document = json.loads(folder.read(_JOB))
+        return {**document, "settings": dict(document["settings"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder.url}/{_JOB} is damaged: {error}") from None
