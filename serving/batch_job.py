@@ -82,21 +82,22 @@ class Job:
             raise ValueError(f"another process is writing {output.url}")
         try:
             names = folder.names()
-            if _JOB not in names:
-                folder.remove(names)
-                first = {name: fresh.get(name) if value is None else value
-                         for name, value in settings.items()}
-                document = {**identity, "settings": first}
-                folder.replace(_JOB, _encode(document))
-                return cls(folder, document)
-            job = cls(folder, _decode(folder))
-            job._check({**identity, "settings": {
-                name: value for name, value in settings.items() if value is not None}})
-            job._take_up(names)
-            if job.summary is not None and not output.exists():
-                raise ValueError(f"{output.url} was made and is gone: remove {folder.url} to "
-                                 "make it again")
-            return job
+            if _JOB in names:
+                job = cls(folder, _decode(folder))
+                job._take_up(names)
+                if job.done or job.summary is not None:
+                    job._check({**identity, "settings": {
+                        name: value for name, value in settings.items() if value is not None}})
+                    if job.summary is not None and not output.exists():
+                        raise ValueError(f"{output.url} was made and is gone: remove "
+                                         f"{folder.url} to make it again")
+                    return job
+            # New, or begun and nothing is done: then it may be begun with something else.
+            first = {name: fresh.get(name) if value is None else value
+                     for name, value in settings.items()}
+            document = {**identity, "settings": first}
+            folder.replace(_JOB, _encode(document))
+            return cls(folder, document)
         except BaseException:
             folder.unlock()
             raise

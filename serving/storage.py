@@ -54,7 +54,8 @@ class File:
 
     def sibling(self, name: str) -> "File":
         """Another file in the same folder."""
-        return File(self._fs.unstrip_protocol(f"{self._fs._parent(self._path)}/{name}"))
+        folder, slash, _ = self.url.rpartition("/")
+        return File(folder + slash + name)
 
     def exists(self) -> bool:
         return bool(self._fs.exists(self._path))
