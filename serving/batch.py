@@ -1,20 +1,20 @@
 """``tpuspec batch``: a file of sources to a file of outputs, however often it is interrupted."""
 
 import argparse
-import collections
 import contextlib
+import itertools
 import json
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tqdm
 
 from tpuspec.protos import generation_pb2 as pb
 from tpuspec.serving import batch_input, batch_report, local, models, scores
-from tpuspec.serving.batch_engine import BatchEngine
+from tpuspec.serving.batch_engine import Answer, BatchEngine
 from tpuspec.serving.batch_input import Survey
 from tpuspec.serving.batch_job import Job, checkpoint_identity
 from tpuspec.serving.client import make_request
@@ -77,50 +77,55 @@ def _answer_all(args: argparse.Namespace, pair: models.Pair, source: File, surve
                 job: Job) -> dict[str, Any]:
     """Every line that has no record yet gets one; returns the rates of this run."""
     defaults: dict[str, Any] = {name: getattr(args, name) for name in _PARAMETERS}
-    with local.start(pair, slots=args.slots, source_buckets=args.source_buckets,
-                     max_new_tokens=args.max_new_tokens, draft_length=args.draft_length,
-                     dtype=args.dtype, mesh=args.mesh) as engine, contextlib.closing(
-            batch_input.read(source, defaults | dict.fromkeys(_OWN), job.settings["seed"])) as rows:
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(local.start(
+            pair, slots=args.slots, source_buckets=args.source_buckets,
+            max_new_tokens=args.max_new_tokens, draft_length=args.draft_length,
+            dtype=args.dtype, mesh=args.mesh))
         engine.check(make_request([1], **defaults))  # no line can do with bad flags
-        for _ in range(job.done):
-            next(rows)
-        before, tokens, began = job.done, 0, time.monotonic()
-        with tqdm.tqdm(total=survey.lines, initial=job.done, unit="line", file=sys.stderr,
-                       dynamic_ncols=True, disable=not sys.stderr.isatty()) as bar:
-            try:
-                failed = 0
-                for row, result in _answers(engine, rows):
-                    if isinstance(result, Failure):
-                        if args.strict:
-                            raise _BadLine(f"line {job.done + 1}: "
-                                           + result.message.removeprefix(f"line {job.done + 1}: "))
-                        failed += 1
-                    elif result is not None:
-                        tokens += result.stats.emitted
-                    job.append(batch_report.record(job.done + 1, row, result, ids=args.ids))
-                    bar.set_postfix(failed=failed, refresh=False)
-                    bar.update()
-            finally:
-                job.save()
+        rows = stack.enter_context(contextlib.closing(batch_input.read(
+            source, defaults | dict.fromkeys(_OWN), job.settings["seed"])))
+        bar = stack.enter_context(tqdm.tqdm(
+            total=survey.lines, initial=job.done, unit="line", file=sys.stderr,
+            dynamic_ncols=True, disable=not sys.stderr.isatty()))
+        stack.callback(job.save)
+        before, failed, tokens, began = job.done, 0, 0, time.monotonic()
+        for number, row, result in _answers(engine, rows, job):
+            if isinstance(result, Failure):
+                if args.strict:
+                    raise _BadLine(f"line {number}: "
+                                   + result.message.removeprefix(f"line {number}: "))
+                failed += 1
+            elif result is not None:
+                tokens += result.stats.emitted
+            job.append(batch_report.record(number, row, result, ids=args.ids))
+            bar.set_postfix(failed=failed, refresh=False)
+            bar.update()
         return _rates(job.done - before, tokens, time.monotonic() - began)
 
 
-def _answers(engine: BatchEngine, rows: Iterator[Row | None],
-             ) -> Iterator[tuple[Row | None, Any]]:
-    """Rows with their results, in order; blank lines have none."""
-    waiting: collections.deque[Row | None] = collections.deque()
+def _answers(engine: BatchEngine, rows: Iterable[Row | None], job: Job,
+             ) -> Iterator[tuple[int, Row | None, Answer | Failure | None]]:
+    """Lines that have no record with their results, as these come; blank lines have none."""
+    waiting: dict[int, tuple[int, Row]] = {}
+    blank: list[int] = []
 
     def requests() -> Iterator[pb.GenerateRequest | Failure]:
-        for row in rows:
-            waiting.append(row)
-            if row is not None:
+        places = itertools.count()
+        for number, row in enumerate(rows, 1):
+            if job.has(number):
+                continue
+            if row is None:
+                blank.append(number)
+            else:
+                waiting[next(places)] = number, row
                 yield row.request
 
-    for result in engine.results(requests()):
-        while (row := waiting.popleft()) is None:
-            yield None, None
-        yield row, result
-    yield from ((row, None) for row in waiting)
+    for place, result in engine.completed(requests()):
+        yield *waiting.pop(place), result
+        while blank:
+            yield blank.pop(), None, None
+    yield from ((number, None, None) for number in blank)
 
 
 def _rates(lines: int, tokens: int, seconds: float) -> dict[str, Any]:

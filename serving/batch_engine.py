@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import itertools
 import queue
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 from tpuspec.measurement import SpeculationStats
@@ -67,10 +67,12 @@ class Answer:
 class _Place:
     """A request on its way, and where the engine's thread puts its chunks."""
 
-    def __init__(self, done: "queue.SimpleQueue[_Place]"):
+    def __init__(self, number: int, done: "queue.SimpleQueue[_Place]"):
+        self.number = number
         self.request: Request | None = None
         self.program = (0, 0)  # what the engine runs it with: draft rung, source bucket
         self.result: Answer | Failure | None = None
+        self.given = False  # to the caller
         self._done = done
         self._chunks: list[TokenChunk] = []
 
@@ -83,14 +85,17 @@ class _Place:
         if chunk.finish is not None:
             assert self.request is not None
             tokens = [token for chunk in self._chunks for token in chunk.tokens]
-            self.result = Answer(
+            self.end(Answer(
                 request=self.request, text="".join(token.text for token in tokens),
                 token_ids=tuple(token.id for token in tokens), finish=chunk.finish,
-                stats=chunk.stats)
-            self._done.put(self)
+                stats=chunk.stats))
 
     def fail(self, error: RequestError) -> None:
-        self.result = Failure.of(error)
+        self.end(Failure.of(error))
+
+    def end(self, result: Answer | Failure) -> None:
+        self.result = result
+        self._chunks = []
         self._done.put(self)
 
 
@@ -143,7 +148,21 @@ class BatchEngine:
 
     def results(self, messages: Iterable[pb.GenerateRequest | Failure],
                 ) -> Iterator[Answer | Failure]:
-        """An answer for each message, or why there is none, in their order.
+        """An answer for each message, or why there is none, in their order; as ``completed``."""
+        held: dict[int, Answer | Failure] = {}
+        place = 0
+        with contextlib.closing(self.completed(messages)) as completed:
+            for number, result in completed:
+                held[number] = result
+                while place in held:
+                    yield held.pop(place)
+                    place += 1
+
+    def completed(self, messages: Iterable[pb.GenerateRequest | Failure],
+                  ) -> Generator[tuple[int, Answer | Failure]]:
+        """The same as soon as there are any, each with its message's place, from 0.
+
+        Messages are read a few windows beyond the first without a result, and no further.
 
         Raises:
           RequestError: the engine failed; what was not answered yet stays so.
@@ -154,7 +173,7 @@ class BatchEngine:
         self._busy = True
         run = _Run(self._loop, self._door)
         try:
-            yield from run.results(messages)
+            yield from run.completed(messages)
         finally:
             run.cancel()
             self._busy = False
@@ -169,28 +188,32 @@ class _Run:
         self._config = loop.engine.config
         self._window = _LOOK_AHEAD * self._config.slots
         self._windows = 0
-        self._in_order: collections.deque[_Place] = collections.deque()
+        self._count = 0
+        self._in_order: collections.deque[_Place] = collections.deque()  # from the first undone
         self._ready: collections.deque[_Place] = collections.deque()
         self._done: queue.SimpleQueue[_Place] = queue.SimpleQueue()
         self._in_flight: dict[_Place, Ticket] = {}
         self._program = (0, 0)
 
-    def results(self, messages: Iterable[pb.GenerateRequest | Failure],
-                ) -> Iterator[Answer | Failure]:
+    def completed(self, messages: Iterable[pb.GenerateRequest | Failure],
+                  ) -> Iterator[tuple[int, Answer | Failure]]:
         upcoming, more = iter(messages), True
         while more or self._in_order:
             if more and not self._ready and len(self._in_order) < _HELD * self._window:
                 more = self._read(upcoming)
             self._submit()
-            while self._in_order and (result := self._in_order[0].result) is not None:
-                if isinstance(result, Failure) and (closed := self._loop.closed):
-                    raise closed  # of the engine, not of this request
+            if not self._in_order:
+                continue
+            place = self._done.get()
+            self._in_flight.pop(place, None)  # what was refused at the door never was
+            self._submit()
+            assert place.result is not None
+            if isinstance(place.result, Failure) and (closed := self._loop.closed):
+                raise closed  # of the engine, not of this request
+            yield place.number, place.result
+            place.given = True
+            while self._in_order and self._in_order[0].given:
                 self._in_order.popleft()
-                yield result
-                self._collect(wait=False)
-                self._submit()  # the slots stay busy while the caller works
-            if self._in_order:
-                self._collect(wait=True)
 
     def cancel(self) -> None:
         """Frees the slots; what still comes is dropped with this object."""
@@ -208,18 +231,18 @@ class _Run:
         return len(places) == self._window
 
     def _place(self, message: pb.GenerateRequest | Failure) -> _Place:
-        place = _Place(self._done)
+        place = _Place(self._count, self._done)
+        self._count += 1
         if isinstance(message, Failure):
-            place.result = message
+            place.end(message)
             return place
         try:
-            request = self._door.check(message)
+            request = place.request = self._door.check(message)
         except ValueError as error:
-            place.result = Failure(ErrorCode.INVALID_ARGUMENT.name, str(error))
-            return place
-        place.request = request
-        place.program = (self._config.rung(request.draft_length),
-                         self._config.source_bucket(len(request.source)))
+            place.end(Failure(ErrorCode.INVALID_ARGUMENT.name, str(error)))
+        else:
+            place.program = (self._config.rung(request.draft_length),
+                             self._config.source_bucket(len(request.source)))
         return place
 
     def _submit(self) -> None:
@@ -232,10 +255,3 @@ class _Run:
             self._ready.popleft()
             self._program = place.program
             self._in_flight[place] = self._loop.submit(place.request, place)
-
-    def _collect(self, *, wait: bool) -> None:
-        """Takes note of requests that have ended; waits for one if told to."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                del self._in_flight[self._done.get(block=wait)]
-                wait = False

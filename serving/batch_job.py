@@ -1,11 +1,12 @@
 """What a batch job has done so far, in a folder beside its output; it survives kill -9.
 
     out.jsonl.job/
-      job.json                          settings, input, models; at the end the summary
-      lines-000000001-000000256.jsonl   one record for each of these lines of the input
+      job.json                                  settings, input, models; at the end the summary
+      records-000000000001-000000000256.jsonl   the first 256 records, in the order of completion
 
-A file of records appears whole or not at all, so that nothing has to be repaired: the
-job goes on after the last line that has its record. ``job.json`` stays when the job is
+Each line of the input gets one record. A file of records appears whole or not at all, so
+that nothing has to be repaired: the job goes on with the lines that have none. They are
+all near each other, since lines are read a bounded way ahead. ``job.json`` stays when the job is
 complete and says how the output was made; the records are removed.
 """
 
@@ -20,9 +21,9 @@ from typing import Any, Self
 from tpuspec.serving.storage import File, Folder
 
 _JOB = "job.json"
-_RECORDS = re.compile(r"lines-(\d+)-(\d+)\.jsonl")
-_MOST_LINES = 1000  # in one file of records
-_MOST_SECONDS = 5.0  # of work that a kill can cost
+_RECORDS = re.compile(r"records-(\d+)-(\d+)\.jsonl")
+_MOST_RECORDS = 1000  # in one file
+_MOST_SECONDS = 5.0  # between files while records come
 _SAMPLE = 1 << 20  # bytes of each file that count for a checkpoint's identity
 
 
@@ -43,7 +44,7 @@ class Job:
 
     Attributes:
       settings: of the first run.
-      done: lines of the input that have their record.
+      done: number of lines that have their record.
       summary: of a complete job, else None.
     """
 
@@ -54,7 +55,8 @@ class Job:
         self._document = document
         self._files: list[str] = []
         self._buffer: list[str] = []
-        self._saved = 0  # lines in files
+        self._saved = 0  # records in files
+        self._done_lines = Lines()
         self._last_save = time.monotonic()
 
     @classmethod
@@ -106,24 +108,29 @@ class Job:
     def done(self) -> int:
         return self._saved + len(self._buffer)
 
+    def has(self, line: int) -> bool:
+        """Whether a line, by its number from 1, has its record."""
+        return line in self._done_lines
+
     @property
     def local_path(self) -> str | None:
         return self._folder.local_path
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """The record of the next line; it is safe within seconds.
+        """The record of the line that its "line" says; it is safe within seconds.
 
         Raises:
           ValueError: another process has written this part of the output.
         """
+        self._done_lines.add(record["line"])
         self._buffer.append(json.dumps(record, ensure_ascii=False) + "\n")
-        if (len(self._buffer) >= _MOST_LINES
+        if (len(self._buffer) >= _MOST_RECORDS
                 or time.monotonic() - self._last_save >= _MOST_SECONDS):
             self.save()
 
     def save(self) -> None:
         if self._buffer:
-            name = f"lines-{self._saved + 1:09d}-{self.done:09d}.jsonl"
+            name = f"records-{self._saved + 1:012d}-{self.done:012d}.jsonl"
             try:
                 self._folder.create(name, "".join(self._buffer).encode())
             except FileExistsError:
@@ -133,10 +140,16 @@ class Job:
         self._last_save = time.monotonic()
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Every record, in the order of the input."""
+        """Every record, in the order of the input; those that came early wait in memory."""
+        early: dict[int, dict[str, Any]] = {}
+        line = 1
         for name in self._files:
-            for line in self._folder.read(name).splitlines():
-                yield json.loads(line)
+            for text in self._folder.read(name).splitlines():
+                record = json.loads(text)
+                early[record["line"]] = record
+                while line in early:
+                    yield early.pop(line)
+                    line += 1
 
     def complete(self, summary: Mapping[str, Any]) -> None:
         """After the output: from here on the job is never run again."""
@@ -157,20 +170,41 @@ class Job:
                 "Run it as before, or remove that folder and the output to start again")
 
     def _take_up(self, names: Sequence[str]) -> None:
-        """Keeps the files that follow on each other from line 1; the rest is removed."""
-        stray = [name for name in names if name != _JOB]
-        while self.summary is None and (follows := [name for name in stray if self._is_next(name)]):
-            self._files.append(follows[0])
-            self._saved = int(follows[0].removesuffix(".jsonl").rpartition("-")[2])
-            stray.remove(follows[0])
-        self._folder.remove(stray)
+        """Keeps the files that follow on each other from the first; the rest is removed."""
+        for name in sorted(names):
+            if self.summary is None and self._take(name):
+                self._files.append(name)
+            elif name != _JOB:
+                self._folder.remove([name])
 
-    def _is_next(self, name: str) -> bool:
+    def _take(self, name: str) -> bool:
         match = _RECORDS.fullmatch(name)
         if match is None or int(match[1]) != self._saved + 1:
             return False
         content = self._folder.read(name)
-        return content.endswith(b"\n") and content.count(b"\n") == int(match[2]) - self._saved
+        if not content.endswith(b"\n") or content.count(b"\n") != int(match[2]) - self._saved:
+            return False
+        for text in content.splitlines():
+            self._done_lines.add(json.loads(text)["line"])
+        self._saved = int(match[2])
+        return True
+
+
+class Lines:
+    """Numbers from 1, added in nearly ascending order; memory holds only the early ones."""
+
+    def __init__(self) -> None:
+        self._all_to = 0
+        self._early: set[int] = set()
+
+    def add(self, line: int) -> None:
+        self._early.add(line)
+        while self._all_to + 1 in self._early:
+            self._all_to += 1
+            self._early.remove(self._all_to)
+
+    def __contains__(self, line: int) -> bool:
+        return line <= self._all_to or line in self._early
 
 
 def _encode(document: Mapping[str, Any]) -> bytes:

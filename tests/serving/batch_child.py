@@ -33,7 +33,7 @@ def install(patch: Patch, directory: pathlib.Path, **engine_options) -> list[Fak
     patch(models, "default_dtype", lambda: "float32")
     patch(models, "pair", lambda target, draft: contextlib.nullcontext(models.Pair(
         target=directory / "target", draft=directory / "draft")))
-    patch(batch_job, "_MOST_LINES", 20)
+    patch(batch_job, "_MOST_RECORDS", 20)
     return engines
 
 

@@ -3,15 +3,20 @@
 import gzip
 import json
 import pathlib
+import re
 
 import batch_child
 import fsspec
 import pytest
-from fake_engine import sampled_id
+from fake_engine import FakeEngine, FakeVocabulary, sampled_id
 from tiny_vocabularies import byte_vocabulary
 
-from tpuspec.serving import batch_engine, batch_job, batch_report, scores, storage
+from tpuspec.serving import batch_engine, batch_job, batch_report, models, scores, storage
 from tpuspec.serving.batch_engine import line_seed
+from tpuspec.serving.service import ModelInfo
+
+# In a strict job on one slot, the second line ends it after the first is done.
+BROKEN = [{"input": "zero", "max_new_tokens": 2}, {"token_ids": [17, 5]}]
 
 
 @pytest.fixture
@@ -155,14 +160,18 @@ def test_targets_without_sacrebleu_are_refused_before_any_work(job, engines, tmp
 
 
 def test_strict_stops_at_the_first_bad_line_and_the_rest_can_follow(job, tmp_path, capsys):
-    lines = [*many(30), {"id": "bad"}, *({"id": f"s{n}", "input": "zero"} for n in range(3))]
-    code, out, errors = job(lines, "--strict")
+    lines = [*many(30), {"token_ids": [17, 2]}, *({"id": f"s{n}", "input": "zero"}
+                                                  for n in range(3)), {"id": "bad"}]
+    code, out, errors = job(lines[:-1], "--strict", "--seed", "1", "--slots", "2")
     assert (code, out, errors) == (1, [], [])
     err = capsys.readouterr().err
-    assert "tpuspec batch: line 31: must have exactly one" in err
-    assert "30 of 34 lines are done" in err
-    code, out, errors = job(lines)
+    assert "tpuspec batch: line 31: the fake engine does not like 17" in err
+    assert re.search(r"[1-9]\d? of 34 lines are done", err)
+    code, out, errors = job(lines[:-1], "--seed", "1")
     assert (code, len(out), errors[0]["line"]) == (1, 33, 31)
+    code, out, _ = job(lines, "--strict", output="other.jsonl")
+    assert (code, out) == (1, [])
+    assert "line 35: must have exactly one" in capsys.readouterr().err
 
 
 def test_text_and_gzip_in_and_out(engines, tmp_path):
@@ -206,15 +215,21 @@ def test_store_of_objects_in_and_out(engines):
     assert batch_child.run(*args) == 1 and len(engines) == 1  # complete already
 
 
-def test_second_writer_of_an_object_is_refused(engines):
+def test_second_writer_of_an_object_is_refused(engines, monkeypatch):
     store = fsspec.filesystem("memory")
     store.pipe_file("/two/in.jsonl", b'{"input": "zero"}\n' * 3)
-    first = "memory://two/out.jsonl.job/lines-000000001-000000003.jsonl"
-    job = storage.Folder(storage.File("memory://two/out.jsonl.job"))
-    job.create("lines-000000001-000000003.jsonl", b"")
-    with pytest.raises(FileExistsError):
-        job.create("lines-000000001-000000003.jsonl", b"")
-    assert storage.File(first).exists()
+    first = f"records-{1:012d}-{3:012d}.jsonl"
+    args = ("--input", "memory://two/in.jsonl", "--output", "memory://two/out.jsonl")
+
+    def meanwhile(*_, **__):  # the other one is a little faster
+        storage.Folder(storage.File("memory://two/out.jsonl.job")).create(first, b"")
+        return models.Served(engine=FakeEngine(), vocabulary=FakeVocabulary(),
+                             info=ModelInfo(name="count"))
+
+    monkeypatch.setattr(models, "load", meanwhile)
+    with pytest.raises(ValueError, match="another process is writing memory://two/out.jsonl.job"):
+        batch_child.run(*args)
+    assert not store.exists("/two/out.jsonl")
 
 
 @pytest.mark.parametrize("flag, value, said", [
@@ -223,19 +238,19 @@ def test_second_writer_of_an_object_is_refused(engines):
     ("--source_buckets", "32", r"settings source_buckets was \[32, 128, 512\], now \[32\]"),
     ("--dtype", "bfloat16", "model dtype was 'float32', now 'bfloat16'")])
 def test_other_settings_are_refused_by_name(job, flag, value, said):
-    assert job([{"input": "zero"}, {}], "--strict", "--seed", "5")[0] == 1
+    assert job(BROKEN, "--strict", "--seed", "5", "--slots", "1")[0] == 1
     with pytest.raises(ValueError, match=said):
-        job([{"input": "zero"}, {}], flag, value)
-    assert job([{"input": "zero"}, {}], "--slots", "2")[0] == 1
+        job(BROKEN, flag, value)
+    assert job(BROKEN, "--slots", "2")[0] == 1
 
 
 def test_other_input_or_model_is_refused_by_name(job, tmp_path):
-    assert job([{"input": "zero"}, {}], "--strict")[0] == 1
+    assert job(BROKEN, "--strict", "--slots", "1")[0] == 1
     with pytest.raises(ValueError, match="input sha256 was"):
         job([{"input": "zero"}, {"input": ""}])
     (tmp_path / "draft" / "weights").write_text("DRAFT")
     with pytest.raises(ValueError, match=r"begun with something else: model draft was .* Run it"):
-        job([{"input": "zero"}, {}])
+        job(BROKEN)
 
 
 def test_output_that_is_not_the_jobs_is_never_overwritten(job, tmp_path):
@@ -257,11 +272,12 @@ def test_complete_job_is_not_run_again(job, engines, tmp_path, capsys):
 
 
 def test_job_goes_on_after_a_failure_of_the_engine(monkeypatch, tmp_path, job):
-    assert job(many(), "--seed", "2", output="whole.jsonl")[0] == 0
-    engines = batch_child.install(monkeypatch.setattr, tmp_path, fail_at_step=12)
+    assert job(many(300), "--seed", "2", output="whole.jsonl")[0] == 0
+    engines = batch_child.install(monkeypatch.setattr, tmp_path, fail_at_step=40)
     runs = 0
-    while job(many(), "--seed", "2")[0] == 1:
+    while job(many(300), "--seed", "2")[0] == 1:
         runs += 1
+        assert runs < 30
     assert runs > 1 and len(engines) == runs + 1
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
@@ -297,18 +313,21 @@ def test_job_that_ends_while_it_writes_its_output_writes_it_again(
 
 
 @pytest.mark.parametrize("damage", ["cut", "lost", "stray"])
-def test_records_that_are_torn_or_missing_are_made_again(job, tmp_path, damage):
+def test_records_that_are_torn_or_missing_are_made_again(job, tmp_path, monkeypatch, damage):
     lines = [*many(), {"id": "bad"}]
     assert job(lines, "--seed", "2", output="whole.jsonl")[0] == 1
-    assert job(lines, "--seed", "2", "--strict")[0] == 1
-    files = sorted((tmp_path / "out.jsonl.job").glob("lines-*"))
+    with monkeypatch.context() as patch:
+        patch.setattr(storage.File, "publish", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            job(lines, "--seed", "2")
+    files = sorted((tmp_path / "out.jsonl.job").glob("records-*"))
     assert len(files) == 5
     if damage == "cut":
         files[-1].write_bytes(files[-1].read_bytes()[:-40])
     elif damage == "lost":
         files[2].unlink()
     else:
-        (tmp_path / "out.jsonl.job" / "lines-000000091-000000110.jsonl.draft").write_text("{")
+        (tmp_path / "out.jsonl.job" / f"records-{92:012d}-{99:012d}.jsonl.draft").write_text("{")
         (tmp_path / "out.jsonl.job" / "draft-abc").mkdir()
     (tmp_path / "out.errors.jsonl").unlink(missing_ok=True)
     assert job(lines, "--seed", "2")[0] == 1

@@ -33,12 +33,12 @@ def write_input(path) -> None:
 def run_and_kill(context, folder, args, rng) -> bool:
     """Kills it after a few more files of records, or while it ends; False if it was late."""
     child = context.Process(target=batch_child.main, args=(folder.parent, args))
-    parts = set(folder.glob("lines-*")) if folder.exists() else set()
+    parts = set(folder.glob("records-*")) if folder.exists() else set()
     wanted = rng.randint(0, 4)
     child.start()
     while child.is_alive():
         with contextlib.suppress(FileNotFoundError):
-            if len(set(folder.glob("lines-*")) - parts) >= wanted:
+            if len(set(folder.glob("records-*")) - parts) >= wanted:
                 break
         time.sleep(0.001)
     time.sleep(rng.random() * 0.05)
@@ -74,7 +74,7 @@ def kill_often(context, tmp_path, kills: int, output: str) -> None:
     assert (tmp_path / "out.errors.jsonl").read_bytes() == (
         tmp_path / "whole.errors.jsonl").read_bytes()
     if output.endswith(".jsonl"):
-        ids = [json.loads(line)["id"] for line in (tmp_path / output).open()]
+        ids = [json.loads(line)["id"] for line in (tmp_path / output).read_text().splitlines()]
         assert ids == [f"r{n}" for n in range(LINES) if n % 50 != 7]
 
 
@@ -98,4 +98,4 @@ def test_second_process_on_the_same_output_is_refused(tmp_path, monkeypatch):
         batch_child.run(*args)
     held.unlock()
     assert batch_child.run(*args) == 1
-    assert batch_job._MOST_LINES == 20  # the child's files of records are small, too
+    assert batch_job._MOST_RECORDS == 20  # the child's files of records are small, too
