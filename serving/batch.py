@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if survey.first_target is not None:
         scores.check_installed(survey.first_target)
     with models.pair(args.target, args.draft) as pair:
-        job = Job.open(output, errors, identity=_identity(survey, pair, args.dtype),
+        job = Job.open(output, errors, identity=_identity(source, survey, pair, args.dtype),
                        settings=_settings(args), fresh={"seed": secrets.randbits(53)})
         try:
             if job.summary is not None:
@@ -52,9 +52,10 @@ def run(args: argparse.Namespace) -> int:
             summary = batch_report.write(job, output, errors)
             job.complete(summary)
             return _report(summary | {"run": rates}, as_json=args.json)
-        except (RequestError, _BadLine) as error:
-            print(f"tpuspec batch: {error}\n{job.done} of {survey.lines} lines are done; the "
-                  "same command goes on from there", file=sys.stderr)
+        except (RequestError, _BadLine, KeyboardInterrupt) as error:
+            print(f"tpuspec batch: {str(error) or 'interrupted'}\n"
+                  f"{job.done} of {survey.lines} lines are done; the same command goes on from "
+                  "there", file=sys.stderr)
             return 1
         finally:
             job.close()
@@ -66,9 +67,11 @@ def _settings(args: argparse.Namespace) -> dict[str, Any]:
     return values
 
 
-def _identity(survey: Survey, pair: models.Pair, dtype: str | None) -> dict[str, dict[str, Any]]:
+def _identity(source: File, survey: Survey, pair: models.Pair, dtype: str | None,
+              ) -> dict[str, dict[str, Any]]:
     draft = None if pair.draft is None else checkpoint_identity(pair.draft)
-    return {"input": {"lines": survey.lines, "sha256": survey.sha256},
+    return {"input": {"kind": batch_input.split_name(source)[1], "lines": survey.lines,
+                      "sha256": survey.sha256},
             "model": {"target": checkpoint_identity(pair.target), "draft": draft,
                       "dtype": dtype or models.default_dtype()}}
 

@@ -94,6 +94,8 @@ class Job:
                         raise ValueError(f"{output.url} was made and is gone: remove "
                                          f"{folder.url} to make it again")
                     return job
+            else:
+                folder.remove(names)
             # New, or begun and nothing is done: then it may be begun with something else.
             first = {name: fresh.get(name) if value is None else value
                      for name, value in settings.items()}

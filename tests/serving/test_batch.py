@@ -312,7 +312,7 @@ def test_job_that_ends_while_it_writes_its_output_writes_it_again(
     assert [path.name for path in (tmp_path / "out.jsonl.job").iterdir()] == ["job.json"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "lost", "stray"])
+@pytest.mark.parametrize("damage", ["cut", "lost", "stray", "forgotten"])
 def test_records_that_are_torn_or_missing_are_made_again(job, tmp_path, monkeypatch, damage):
     lines = [*many(), {"id": "bad"}]
     assert job(lines, "--seed", "2", output="whole.jsonl")[0] == 1
@@ -326,6 +326,8 @@ def test_records_that_are_torn_or_missing_are_made_again(job, tmp_path, monkeypa
         files[-1].write_bytes(files[-1].read_bytes()[:-40])
     elif damage == "lost":
         files[2].unlink()
+    elif damage == "forgotten":
+        (tmp_path / "out.jsonl.job" / "job.json").unlink()
     else:
         (tmp_path / "out.jsonl.job" / f"records-{92:012d}-{99:012d}.jsonl.draft").write_text("{")
         (tmp_path / "out.jsonl.job" / "draft-abc").mkdir()
