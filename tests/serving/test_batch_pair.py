@@ -27,11 +27,10 @@ def test_example_of_the_readme_prints_what_plain_decoding_gives(capsys):
     example, = (block for block in blocks if "open_engine" in block)
     exec(compile(example, "README.md", "exec"), {})
     lines = capsys.readouterr().out.splitlines()
-    with local.open_engine(slots=1, source_buckets=(32,), max_new_tokens=32,
-                           draft_length=0) as engine:
+    with local.open_engine(slots=2, source_buckets=(32,), max_new_tokens=32) as engine:
         sources = ["translate English to German: " + text
                    for text in ("Good morning.", "I am cold.")]
-        plain = [answer.text for answer in engine.generate(sources)]
+        plain = [answer.text for answer in engine.generate(sources, draft_length=0)]
     assert [line.rsplit(" ", 2)[0] for line in lines] == plain
     assert [line.rsplit(" ", 1)[1] for line in lines] == ["eos", "eos"]
     assert all(0 <= float(line.split()[-2]) <= 1 for line in lines)
