@@ -142,7 +142,11 @@ class Job:
         self._last_save = time.monotonic()
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Every record, in the order of the input; those that came early wait in memory."""
+        """Every record, in the order of the input; those that came early wait in memory.
+
+        Raises:
+          ValueError: one is missing.
+        """
         early: dict[int, dict[str, Any]] = {}
         line = 1
         for name in self._files:
@@ -152,6 +156,8 @@ class Job:
                 while line in early:
                     yield early.pop(line)
                     line += 1
+        if line <= self._saved:
+            raise ValueError(f"{self._folder.url} is damaged: it lacks the record of line {line}")
 
     def complete(self, summary: Mapping[str, Any]) -> None:
         """After the output: from here on the job is never run again."""
@@ -186,8 +192,12 @@ class Job:
         content = self._folder.read(name)
         if not content.endswith(b"\n") or content.count(b"\n") != int(match[2]) - self._saved:
             return False
-        for text in content.splitlines():
-            self._done_lines.add(json.loads(text)["line"])
+        try:
+            lines = [json.loads(text)["line"] for text in content.splitlines()]
+        except (ValueError, KeyError, TypeError):
+            return False
+        for line in lines:
+            self._done_lines.add(line)
         self._saved = int(match[2])
         return True
 

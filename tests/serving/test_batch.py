@@ -312,7 +312,7 @@ def test_job_that_ends_while_it_writes_its_output_writes_it_again(
     assert [path.name for path in (tmp_path / "out.jsonl.job").iterdir()] == ["job.json"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "lost", "stray", "forgotten"])
+@pytest.mark.parametrize("damage", ["cut", "lost", "garbled", "stray", "forgotten"])
 def test_records_that_are_torn_or_missing_are_made_again(job, tmp_path, monkeypatch, damage):
     lines = [*many(), {"id": "bad"}]
     assert job(lines, "--seed", "2", output="whole.jsonl")[0] == 1
@@ -326,6 +326,8 @@ def test_records_that_are_torn_or_missing_are_made_again(job, tmp_path, monkeypa
         files[-1].write_bytes(files[-1].read_bytes()[:-40])
     elif damage == "lost":
         files[2].unlink()
+    elif damage == "garbled":
+        files[1].write_bytes(b"\0" * 19 + b"\n" * 20)
     elif damage == "forgotten":
         (tmp_path / "out.jsonl.job" / "job.json").unlink()
     else:
@@ -334,6 +336,20 @@ def test_records_that_are_torn_or_missing_are_made_again(job, tmp_path, monkeypa
     (tmp_path / "out.errors.jsonl").unlink(missing_ok=True)
     assert job(lines, "--seed", "2")[0] == 1
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
+def test_missing_record_is_never_passed_over(job, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_job.Job, "complete", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            job(many(20))
+    file, = (tmp_path / "out.jsonl.job").glob("records-*")
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join([*lines[:-1], lines[0]]))  # one twice, one not at all
+    (tmp_path / "out.jsonl").unlink()
+    with pytest.raises(ValueError, match="is damaged: it lacks the record of line "):
+        job(many(20))
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 @pytest.mark.parametrize("args, said", [
