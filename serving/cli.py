@@ -51,6 +51,8 @@ def make_parser() -> argparse.ArgumentParser:
     for name, summary, add_flags in (
             ("serve", "serve a pair over gRPC", _serve_flags),
             ("generate", "generate from texts, in process or with a server", _generate_flags),
+            ("batch", "generate for every line of a file; goes on where it was interrupted",
+             _batch_flags),
             ("demo", "stream translations of the bundled pair and measure the speed-up",
              _demo_flags),
             ("convert", "make a checkpoint of a Hugging Face directory or of a checkpoint",
@@ -107,6 +109,36 @@ def _generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--eos_ids", type=_integers(0), default=(), help="ids that end the output")
     parser.add_argument("--ignore_eos", action="store_true", help="run to the length limit")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for each source")
+
+
+def _batch_flags(parser: argparse.ArgumentParser) -> None:
+    _model_flags(parser)
+    parser.add_argument("--input", required=True, metavar="FILE",
+                        help='.jsonl: objects with "input" or "token_ids", and if you like "id", '
+                             '"target" and parameters; .txt: every line a source; also .gz and '
+                             "gs://")
+    parser.add_argument("--output", required=True, metavar="FILE",
+                        help="new .jsonl or .txt, also .gz and gs://; FILE.job keeps what is done")
+    parser.add_argument("--ids", action="store_true", help="token ids in the output, too")
+    parser.add_argument("--strict", action="store_true", help="stop at the first bad line")
+    parser.add_argument("--json", action="store_true", help="the summary as one JSON document")
+    parser.add_argument("--slots", type=_integer(1), default=16, help="lines that run at once")
+    parser.add_argument("--source_buckets", type=_integers(1), default=_SHAPES.source_buckets,
+                        help="compiled source lengths; the last is the longest source")
+    parser.add_argument("--max_new_tokens", type=_integer(1), default=_SHAPES.max_target_length,
+                        help="of lines that name none, and the most of those that do")
+    parser.add_argument("--draft_length", type=_integer(0), default=_SHAPES.draft_length,
+                        help="the same for drafts; 0 is plain decoding")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top_k", type=int, default=0, help="0 is off")
+    parser.add_argument("--top_p", type=float, default=1.0, help="1 is off")
+    parser.add_argument("--seed", type=_integer(0, 2**64 - 1),
+                        help="of the job; with its id it makes each line's seed. Fresh, and kept "
+                             "in FILE.job, without it")
+    parser.add_argument("--stop", action="append", default=[], metavar="STRING",
+                        help="ends an output before this; may be repeated")
+    parser.add_argument("--eos_ids", type=_integers(0), default=(), help="ids that end an output")
+    parser.add_argument("--ignore_eos", action="store_true", help="run to the length limit")
 
 
 def _demo_flags(parser: argparse.ArgumentParser) -> None:

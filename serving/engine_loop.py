@@ -20,7 +20,7 @@ from tpuspec.serving.output_text import OutputText
 from tpuspec.serving.request import Request, TokenChunk
 from tpuspec.serving.scheduler import QueueFull, Scheduler
 from tpuspec.serving.ticket import Ticket
-from tpuspec.serving.token_stream import TokenStream
+from tpuspec.serving.token_stream import ChunkSink
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +90,7 @@ class EngineLoop:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def submit(self, request: Request, stream: TokenStream) -> Ticket:
+    def submit(self, request: Request, stream: ChunkSink) -> Ticket:
         """Queues a request.
 
         Raises:
@@ -121,6 +121,12 @@ class EngineLoop:
                 ticket.done = True
                 self._count(cancelled=1)
             self._changed.notify()
+
+    @property
+    def closed(self) -> RequestError | None:
+        """Why no request is taken any more; set before those at hand fail with it."""
+        with self._changed:
+            return self._closed
 
     @property
     def load(self) -> Load:

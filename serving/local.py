@@ -1,4 +1,4 @@
-"""An engine in this process, just large enough for the requests at hand."""
+"""An engine in this process: for the few requests at hand, or for as many as come."""
 
 import argparse
 import contextlib
@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from tpuspec.config import EngineConfig
 from tpuspec.protos import generation_pb2 as pb
 from tpuspec.serving import models
+from tpuspec.serving.batch_engine import BatchEngine
 from tpuspec.serving.engine_loop import EngineLoop
 from tpuspec.serving.service import GenerationService
 
 SLOTS = 4
+BATCH_SLOTS = 16
 _MOST_SOURCE = 2048  # tokens
 _OUTPUT, _MOST_OUTPUT = 256, 4096  # tokens; the first if no request asks for more
 _DRAFT_LENGTH, _MOST_DRAFTS = 3, 16
@@ -51,3 +53,51 @@ def _config(requests: Sequence[pb.GenerateRequest], pair: models.Pair) -> Engine
         source_buckets=(min(bucket, _MOST_SOURCE),),
         max_target_length=min(max([_OUTPUT, *outputs]), _MOST_OUTPUT), draft_lengths=ladder,
         draft_length=_DRAFT_LENGTH if _DRAFT_LENGTH in ladder else ladder[-1])
+
+
+@contextlib.contextmanager
+def open_engine(target: str | None = None, draft: str | None = None, *,
+                slots: int = BATCH_SLOTS,
+                source_buckets: tuple[int, ...] = EngineConfig().source_buckets,
+                max_new_tokens: int = _OUTPUT, draft_length: int = _DRAFT_LENGTH,
+                dtype: str | None = None, mesh: tuple[int, int] = (1, 1),
+                ) -> Iterator[BatchEngine]:
+    """An engine for ``BatchEngine.generate``, loaded and compiled.
+
+    Args:
+      target, draft: checkpoint directories; without a target the bundled pair, without a
+        draft plain decoding.
+      slots: requests that run at once.
+      source_buckets: compiled source lengths in tokens, ascending; the last is the longest
+        source.
+      max_new_tokens: of a request that names none, and the most of one that does.
+      draft_length: the same for drafts per target run; 0 is plain decoding.
+      dtype: of the weights; None is bfloat16 on TPU and float32 elsewhere.
+      mesh: devices that share slots and weights.
+
+    Raises:
+      ValueError: a checkpoint is broken, or a number is out of bounds.
+    """
+    with models.pair(target, draft) as pair, start(
+            pair, slots=slots, source_buckets=source_buckets, max_new_tokens=max_new_tokens,
+            draft_length=draft_length, dtype=dtype, mesh=mesh) as engine:
+        yield engine
+
+
+@contextlib.contextmanager
+def start(pair: models.Pair, *, slots: int, source_buckets: tuple[int, ...], max_new_tokens: int,
+          draft_length: int, dtype: str | None, mesh: tuple[int, int]) -> Iterator[BatchEngine]:
+    """As ``open_engine``, for a pair that was found already."""
+    if pair.draft is None:
+        draft_length = 0
+    config = EngineConfig(
+        slots=slots, source_buckets=source_buckets, max_target_length=max_new_tokens,
+        draft_lengths=(0, draft_length) if draft_length else (0,), draft_length=draft_length)
+    served = models.load(pair, config, dtype=dtype, mesh_shape=mesh)
+    models.warm_up(served.engine, measure=False)
+    engine = BatchEngine(served.engine, served.vocabulary, eos_id=served.info.eos_id)
+    engine.start()
+    try:
+        yield engine
+    finally:
+        engine.stop()

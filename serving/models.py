@@ -93,7 +93,7 @@ def load(models: Pair, config: EngineConfig, *, dtype: str | None = None,
     devices = jax.devices()
     read = load_int8 if dtype == "int8" else checkpoint.load
     if dtype is None or dtype == "int8":
-        dtype = "bfloat16" if devices[0].platform == "tpu" else "float32"
+        dtype = default_dtype()
     mesh = None if mesh_shape == (1, 1) else mesh_lib.make_mesh(*mesh_shape)
     configs = [checkpoint.describe(path).config for path in (models.target, models.draft)
                if path is not None]
@@ -125,6 +125,11 @@ def load(models: Pair, config: EngineConfig, *, dtype: str | None = None,
     return Served(engine=engine, vocabulary=vocabulary, info=info)
 
 
+def default_dtype() -> str:
+    """Of weights and activations where none is named."""
+    return "bfloat16" if jax.devices()[0].platform == "tpu" else "float32"
+
+
 def _keep_compiled_programs() -> None:
     """Unless JAX_COMPILATION_CACHE_DIR names another folder for them."""
     if jax.config.jax_compilation_cache_dir is None:
@@ -132,8 +137,8 @@ def _keep_compiled_programs() -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def warm_up(engine: Engine) -> None:
-    """Compiles all programs, with progress on a terminal."""
+def warm_up(engine: Engine, *, measure: bool = True) -> None:
+    """Compiles all programs and, unless told not to, times them; progress on a terminal."""
     with tqdm.tqdm(desc="warming up", unit="program", file=sys.stderr, leave=False,
                    disable=not sys.stderr.isatty()) as bar:
 
@@ -142,7 +147,9 @@ def warm_up(engine: Engine) -> None:
             bar.total, bar.n = total, done
             bar.refresh()
 
-        engine.warm_up(progress)
+        engine.compile(progress)
+        if measure:
+            engine.measure(progress)
 
 
 def _common_vocabulary(target: LoadedModel, draft: LoadedModel | None) -> Vocabulary | None:

@@ -44,36 +44,58 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One source and the name of its answer."""
+    """One source and the name of its answer.
 
-    id: str
+    Attributes:
+      id: as the line gives it, so that answers can be joined with their sources; the
+        line's number, from 1, where it gives none.
+      request: what is asked, or why the line cannot be read.
+      target: the text that the answer is compared with.
+    """
+
+    id: str | int
     request: pb.GenerateRequest | Failure
+    target: str | None = None
 
 
 def read_rows(lines: Iterable[bytes], defaults: Mapping[str, Any]) -> Iterator[Row]:
-    """One row for each line that is not blank; a bad line is a row that has failed.
+    """One row for each line that is not blank; see ``read_row``."""
+    for number, line in enumerate(lines, 1):
+        if (row := read_row(number, line, defaults)) is not None:
+            yield row
+
+
+def read_row(number: int, line: bytes, defaults: Mapping[str, Any]) -> Row | None:
+    """The row of one line, None for a blank one; a bad line is a row that has failed.
 
     Args:
-      lines: JSON objects in UTF-8 with "text" or "token_ids", and if need be "id" and parameters.
+      number: of the line, from 1; a byte order mark before the first is skipped.
+      line: a JSON object in UTF-8 with "input" (or "text") or "token_ids", and if need
+        be "id", "target" and parameters.
       defaults: parameters of ``make_request`` for rows that do not name them.
     """
-    for number, line in enumerate(lines):
-        if number == 0:
-            line = line.removeprefix(codecs.BOM_UTF8)
-        if not line.strip():
-            continue
-        row_id = str(number)
-        try:
-            fields = json.loads(line.decode())
-            if not isinstance(fields, dict):
-                raise ValueError("must be a JSON object")
-            row_id = str(fields.pop("id", row_id))
-            yield Row(row_id, _request(fields, defaults))
-        except ValueError as error:
-            yield Row(row_id, Failure("INVALID_ARGUMENT", f"line {number + 1}: {error}"))
+    if number == 1:
+        line = line.removeprefix(codecs.BOM_UTF8)
+    if not line.strip():
+        return None
+    row_id: str | int = number
+    try:
+        fields = json.loads(line.decode())
+        if not isinstance(fields, dict):
+            raise ValueError("must be a JSON object")
+        row_id = _id(fields.pop("id", row_id))
+        target = fields.pop("target", None)
+        if target is not None:
+            _check_text("target", target)
+        return Row(row_id, _request(fields, defaults), target)
+    except RecursionError:
+        error = ValueError("is nested too deeply")
+    except ValueError as bad:
+        error = bad
+    return Row(row_id, Failure("INVALID_ARGUMENT", f"line {number}: {error}"))
 
 
-def record(row_id: str, result: Sequence[pb.GenerateResponse] | Failure) -> dict[str, Any]:
+def record(row_id: str | int, result: Sequence[pb.GenerateResponse] | Failure) -> dict[str, Any]:
     """The JSON of one answer."""
     if isinstance(result, Failure):
         return {"id": row_id, "error": {"code": result.code, "message": result.message}}
@@ -106,10 +128,34 @@ def optional(message: pb.Speculation | pb.Finish | pb.Cost, name: str) -> float 
     return getattr(message, name) if message.HasField(name) else None
 
 
+def _id(value: Any) -> str | int:
+    if isinstance(value, str):
+        _check_text("id", value)
+    elif not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"id must be a string or an integer, got {json.dumps(value)[:40]}")
+    return value
+
+
+def _check_text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be a string, got {json.dumps(value)[:40]}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # JSON can spell half a surrogate pair
+        raise ValueError(f"{name} must be valid Unicode, got half a surrogate pair") from None
+
+
 def _request(fields: dict[str, Any], defaults: Mapping[str, Any]) -> pb.GenerateRequest:
-    sources = [fields.pop(name) for name in ("text", "token_ids") if name in fields]
+    sources = {name: fields.pop(name) for name in ("input", "text", "token_ids")
+               if name in fields}
     if len(sources) != 1:
-        raise ValueError("must have text or token_ids")
+        raise ValueError(f"must have exactly one of input, text and token_ids, "
+                         f"got {' and '.join(sources) or 'none'}")
     if unknown := sorted(set(fields) - set(defaults)):
         raise ValueError(f"unknown fields {unknown}")
-    return make_request(sources[0], **{**defaults, **fields})
+    (name, source), = sources.items()
+    if name != "token_ids":
+        _check_text(name, source)
+    elif not isinstance(source, list):
+        raise ValueError(f"token_ids must be a list, got {json.dumps(source)[:40]}")
+    return make_request(source, **{**defaults, **fields})

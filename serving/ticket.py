@@ -7,7 +7,7 @@ from tpuspec.measurement import SpeculationStats
 from tpuspec.serving.errors import ErrorCode, RequestError
 from tpuspec.serving.output_text import OutputText
 from tpuspec.serving.request import Ending, Finish, Origin, Request, Timings, Token, TokenChunk
-from tpuspec.serving.token_stream import TokenStream
+from tpuspec.serving.token_stream import ChunkSink
 
 _ENDINGS = {FinishReason.EOS: Ending.EOS, FinishReason.LENGTH: Ending.LENGTH}
 
@@ -31,7 +31,7 @@ class Ticket:
       stats: counters since the beginning.
     """
 
-    def __init__(self, request: Request, stream: TokenStream, text: OutputText, now: float):
+    def __init__(self, request: Request, stream: ChunkSink, text: OutputText, now: float):
         self.request = request
         self.stream = stream
         self.done = False

@@ -3,11 +3,20 @@
 import asyncio
 import collections
 import threading
+from typing import Protocol
 
 from tpuspec.serving.errors import RequestError
 from tpuspec.serving.request import TokenChunk
 
 _MOST_CHUNKS = 16  # buffered for a slow reader; later ones are merged into the last
+
+
+class ChunkSink(Protocol):
+    """Where the engine's thread puts a request's chunks; neither call may block."""
+
+    def put(self, chunk: TokenChunk) -> None: ...
+
+    def fail(self, error: RequestError) -> None: ...
 
 
 class TokenStream:

@@ -23,8 +23,8 @@ MAY_IMPORT = {
         "sentencepiece",
     },
     "tpuspec.serving": {
-        "tpuspec", "tpuspec.protos", "absl", "google", "grpc", "grpc_health", "grpc_reflection",
-        "numpy", "tqdm",
+        "tpuspec", "tpuspec.protos", "absl", "fsspec", "google", "grpc", "grpc_health",
+        "grpc_reflection", "numpy", "sacrebleu", "tqdm",
     },
     "tpuspec.protos": {"google", "grpc"},
 }  # fmt: skip

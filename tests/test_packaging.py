@@ -65,7 +65,7 @@ def test_dependencies_are_the_imported_distributions() -> None:
     }
     declared = {
         IMPORT_NAMES.get(Requirement(text).name, Requirement(text).name)
-        for text in PROJECT["dependencies"]
+        for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["score"]
     }
     assert imported - set(test_layering.FOLDERS) - sys.stdlib_module_names == declared
 

@@ -35,6 +35,6 @@ def fake_models(monkeypatch, tiny_pair) -> None:
                              info=ModelInfo(name="count"))
 
     monkeypatch.setattr(models, "load", load)
-    monkeypatch.setattr(models, "warm_up", lambda engine: None)
+    monkeypatch.setattr(models, "warm_up", lambda engine, **_: None)
     monkeypatch.setattr(models, "pair", lambda target, draft: contextlib.nullcontext(
         models.Pair(target=tiny_pair / "target", draft=tiny_pair / "draft")))

@@ -19,7 +19,7 @@ from tpuspec.serving.client import BlockingClient
 
 @pytest.mark.parametrize("args", [["--help"], ["serve", "--help"], ["generate", "--help"],
                                   ["demo", "--help"], ["plan", "--help"], ["convert", "--help"],
-                                  ["inspect", "--help"]])
+                                  ["inspect", "--help"], ["batch", "--help"]])
 def test_help_is_instant_and_imports_no_jax(args):
     code = ("import sys; from tpuspec.serving.cli import main\n"
             "try: main()\n"
@@ -85,7 +85,7 @@ def test_texts_of_any_kind_go_to_a_server_and_come_back_in_order(tmp_path):
         batch = await cli("--input", str(rows), "--json", "--seed", "7")
         assert batch.returncode == 1, batch.stderr
         records = [json.loads(line) for line in batch.stdout.splitlines()]
-        assert [record["id"] for record in records] == ["a", "1", "3", "4", "5", "e", "7", "5"]
+        assert [record["id"] for record in records] == ["a", 2, 4, 5, 6, "e", 8, 5]
         assert [record.get("text") for record in records] == [
             "one two three", None, "one two", None, None, None, None, "one"]
         assert records[0]["token_ids"] == [31, 32, 33] and records[0]["seed"] == 7

@@ -1,0 +1,144 @@
+"""``tpuspec batch``: a file of sources to a file of outputs, however often it is interrupted."""
+
+import argparse
+import contextlib
+import itertools
+import json
+import secrets
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import tqdm
+
+from tpuspec.protos import generation_pb2 as pb
+from tpuspec.serving import batch_input, batch_report, local, models, scores
+from tpuspec.serving.batch_engine import Answer, BatchEngine
+from tpuspec.serving.batch_input import Survey
+from tpuspec.serving.batch_job import Job, checkpoint_identity
+from tpuspec.serving.client import make_request
+from tpuspec.serving.errors import RequestError
+from tpuspec.serving.records import Failure, Row
+from tpuspec.serving.storage import File
+
+_PARAMETERS = ("temperature", "top_k", "top_p", "stop", "eos_ids", "ignore_eos")
+_OWN = ("seed", "max_new_tokens", "draft_length")  # a line may name them; else the engine's
+# What a later run of the job may not change. Slots and mesh it may.
+_SETTINGS = (*_PARAMETERS, "seed", "max_new_tokens", "draft_length", "source_buckets", "ids")
+
+
+class _BadLine(Exception):
+    """The first bad line of a strict job."""
+
+
+def run(args: argparse.Namespace) -> int:
+    source, output = File(args.input), File(args.output)
+    stem, _ = batch_input.split_name(output)
+    errors = output.sibling(f"{stem}.errors.jsonl")
+    survey = batch_input.survey(source)
+    if survey.first_target is not None:
+        scores.check_installed(survey.first_target)
+    with models.pair(args.target, args.draft) as pair:
+        job = Job.open(output, errors, identity=_identity(source, survey, pair, args.dtype),
+                       settings=_settings(args), fresh={"seed": secrets.randbits(53)})
+        try:
+            if job.summary is not None:
+                print(f"{output.url} is complete already", file=sys.stderr)
+                return _report(job.summary | {"run": _rates(0, 0, 0.0)}, as_json=args.json)
+            rates = _rates(0, 0, 0.0)
+            if job.done < survey.lines:
+                rates = _answer_all(args, pair, source, survey, job)
+            summary = batch_report.write(job, output, errors)
+            job.complete(summary)
+            return _report(summary | {"run": rates}, as_json=args.json)
+        except (RequestError, _BadLine, KeyboardInterrupt) as error:
+            print(f"tpuspec batch: {str(error) or 'interrupted'}\n"
+                  f"{job.done} of {survey.lines} lines are done; the same command goes on from "
+                  "there", file=sys.stderr)
+            return 1
+        finally:
+            job.close()
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """As JSON holds them."""
+    values: dict[str, Any] = json.loads(json.dumps({n: getattr(args, n) for n in _SETTINGS}))
+    return values
+
+
+def _identity(source: File, survey: Survey, pair: models.Pair, dtype: str | None,
+              ) -> dict[str, dict[str, Any]]:
+    draft = None if pair.draft is None else checkpoint_identity(pair.draft)
+    return {"input": {"kind": batch_input.split_name(source)[1], "lines": survey.lines,
+                      "sha256": survey.sha256},
+            "model": {"target": checkpoint_identity(pair.target), "draft": draft,
+                      "dtype": dtype or models.default_dtype()}}
+
+
+def _answer_all(args: argparse.Namespace, pair: models.Pair, source: File, survey: Survey,
+                job: Job) -> dict[str, Any]:
+    """Every line that has no record yet gets one; returns the rates of this run."""
+    defaults: dict[str, Any] = {name: getattr(args, name) for name in _PARAMETERS}
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(local.start(
+            pair, slots=args.slots, source_buckets=args.source_buckets,
+            max_new_tokens=args.max_new_tokens, draft_length=args.draft_length,
+            dtype=args.dtype, mesh=args.mesh))
+        engine.check(make_request([1], **defaults))  # no line can do with bad flags
+        rows = stack.enter_context(contextlib.closing(batch_input.read(
+            source, defaults | dict.fromkeys(_OWN), job.settings["seed"])))
+        bar = stack.enter_context(tqdm.tqdm(
+            total=survey.lines, initial=job.done, unit="line", file=sys.stderr,
+            dynamic_ncols=True, disable=not sys.stderr.isatty()))
+        stack.callback(job.save)
+        before, failed, tokens, began = job.done, 0, 0, time.monotonic()
+        for number, row, result in _answers(engine, rows, job):
+            if isinstance(result, Failure):
+                if args.strict:
+                    raise _BadLine(f"line {number}: "
+                                   + result.message.removeprefix(f"line {number}: "))
+                failed += 1
+            elif result is not None:
+                tokens += result.stats.emitted
+            job.append(batch_report.record(number, row, result, ids=args.ids))
+            bar.set_postfix(failed=failed, refresh=False)
+            bar.update()
+        return _rates(job.done - before, tokens, time.monotonic() - began)
+
+
+def _answers(engine: BatchEngine, rows: Iterable[Row | None], job: Job,
+             ) -> Iterator[tuple[int, Row | None, Answer | Failure | None]]:
+    """Lines that have no record with their results, as these come; blank lines have none."""
+    waiting: dict[int, tuple[int, Row]] = {}
+    blank: list[int] = []
+
+    def requests() -> Iterator[pb.GenerateRequest | Failure]:
+        places = itertools.count()
+        for number, row in enumerate(rows, 1):
+            if job.has(number):
+                continue
+            if row is None:
+                blank.append(number)
+            else:
+                waiting[next(places)] = number, row
+                yield row.request
+
+    for place, result in engine.completed(requests()):
+        yield *waiting.pop(place), result
+        while blank:
+            yield blank.pop(), None, None
+    yield from ((number, None, None) for number in blank)
+
+
+def _rates(lines: int, tokens: int, seconds: float) -> dict[str, Any]:
+    return {"lines": lines, "seconds": seconds,
+            "lines_per_second": lines / seconds if seconds else None,
+            "tokens_per_second": tokens / seconds if seconds else None}
+
+
+def _report(summary: dict[str, Any], *, as_json: bool) -> int:
+    print(batch_report.describe(summary), file=sys.stderr)
+    if as_json:
+        print(json.dumps(summary, ensure_ascii=False, indent=1))
+    return int(summary["failed"] > 0)
