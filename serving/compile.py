@@ -94,9 +94,9 @@ def _text(found: "ProgramReport", args: argparse.Namespace) -> str:
         widest = max(found.widening)
         lines.append(f"c = {found.c:.4f}; T({widest + 1})/T(1) = {found.widening[widest]:.3f}. "
                      "Eq. (5) with the paper's alpha (its own expectation; what it measured):")
-        for row in found.predicted_speedup:
+        for gain in found.predicted_speedup:
             lines.append(
-                f"  {row['task']:<14} temperature {row['temperature']}: alpha {row['alpha']:.2f}, "
-                f"gamma {row['gamma']}: {row['speedup']:.2f}x   ({row['paper_expected']}x; "
-                f"{row['paper_measured']}x)")
+                f"  {gain['task']:<14} temperature {gain['temperature']}: alpha "
+                f"{gain['alpha']:.2f}, gamma {gain['gamma']}: {gain['speedup']:.2f}x   "
+                f"({gain['paper_expected']}x; {gain['paper_measured']}x)")
     return "\n".join(lines)

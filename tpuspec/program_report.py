@@ -28,6 +28,7 @@ from tpuspec.t5 import T5
 from tpuspec.tpu_compiler import Topology, lowering_for
 
 Progress = Callable[[str, int, int], None]
+_PLACES = 12  # of a program, in the report
 
 # Leviathan et al. 2022, Table 2 (T5-XXL with T5-small on one TPU v4, batch 1): α and γ,
 # the speed-up that Eq. (5) expects with c = 0.02, and the one measured.
@@ -201,7 +202,8 @@ def _row(engine: AbstractEngine, key: Key, topology: Topology) -> tuple[ProgramR
         estimate_ms=1e3 * found.seconds / (PASSES if key[0] == "pass" else 1),
         collectives=found.collectives // (PASSES if key[0] == "pass" else 1),
         compile_seconds=seconds,
-        by_scope={name: 1e3 * value for name, value in found.by_scope.most_common(12)},
+        by_scope={name: 1e3 * seconds for name, seconds in sorted(
+            found.by_scope.items(), key=lambda item: -item[1])[:_PLACES]},
     ), extra
 
 

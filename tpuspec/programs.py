@@ -150,7 +150,7 @@ class Programs:
             return self._insert, (scalar, tokens, jax.eval_shape(lambda: Slots.empty(1)))
         if name == "release":
             return self._release, (scalar,)
-        return functools.partial({"step": self._step, "pass": self._pass}[name], *rest), ()
+        return functools.partial(self._step if name == "step" else self._pass, *rest), ()
 
     def _merge(self, weights: Weights) -> tuple[T5, T5 | None]:
         """Target and draft, inside a program, of its arguments."""
@@ -167,10 +167,12 @@ class Programs:
             return cache.insert_source(slot, model.cross_keys_values(encoded))
 
         target, draft = self._merge(weights)
+        draft_cache = state.draft_cache
+        if draft is not None and draft_cache is not None:
+            draft_cache = fill(draft, draft_cache)
         return dataclasses.replace(
-            state, slots=state.slots.insert(slot, row),
-            target_cache=fill(target, state.target_cache),
-            draft_cache=None if draft is None else fill(draft, state.draft_cache))
+            state, slots=state.slots.insert(slot, row), draft_cache=draft_cache,
+            target_cache=fill(target, state.target_cache))
 
     def _step(self, rung: int, bucket: int, weights: Weights, state: DecodeState,
               ) -> tuple[DecodeState, jax.Array]:

@@ -41,7 +41,8 @@ class Estimate:
     seconds: float = 0.0
     bytes: float = 0.0
     collectives: int = 0
-    by_scope: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    by_scope: dict[str, float] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(float))
 
     def add(self, other: "Estimate", times: int = 1) -> None:
         self.bytes += times * other.bytes
@@ -57,7 +58,7 @@ def estimate(schedule: Schedule, chip: Chip) -> Estimate:
 
 def _run(schedule: Schedule, computation: str, chip: Chip) -> Estimate:
     total = Estimate()
-    now = memory_free = 0.0
+    now, memory_free = 0.0, 0.0
     copied: dict[str, float] = {}  # when a copy's data are there
     by_name = {line.name: line for line in schedule.computations[computation]}
     for line in by_name.values():
@@ -65,7 +66,7 @@ def _run(schedule: Schedule, computation: str, chip: Chip) -> Estimate:
             size = min(a.size_bytes for a in line.arrays[:-1])  # the last is a flag
             memory_free = max(memory_free, now) + size / chip.bandwidth
             copied[line.name] = memory_free
-            total.bytes += size
+            total.bytes += float(size)
             continue
         if line.opcode in ("copy-done", "slice-done"):
             now = max(now, copied.get(line.operands[0], now))
