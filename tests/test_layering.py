@@ -106,7 +106,7 @@ def test_programs_are_made_in_few_places() -> None:
         )
         and package_of(module) != "tpuspec.kernels"
     }
-    assert users <= {"tpuspec.engine"}
+    assert users <= {"tpuspec.programs"}
 
 
 def test_mesh_axes_are_known_to_mesh_only() -> None:

@@ -17,7 +17,8 @@ from tpuspec import checkpoint
 WORKER = pathlib.Path(__file__).with_name("multihost_worker.py")
 
 
-@pytest.mark.parametrize("data, model", [(1, 4), (2, 2)])
+@pytest.mark.parametrize("data, model", [
+    (2, 2), pytest.param(1, 4, marks=pytest.mark.slow)])
 def test_two_processes_restore_their_shards_and_give_the_ids_of_one_device(tmp_path, data, model):
     target = rand(1)
     checkpoint.save(tmp_path / "target", target, None)
@@ -37,7 +38,8 @@ def test_two_processes_restore_their_shards_and_give_the_ids_of_one_device(tmp_p
             worker.kill()
     for worker, (_, errors) in zip(workers, outputs, strict=True):
         assert worker.returncode == 0, errors
-    one, other = (json.loads(output) for output, _ in outputs)
+    # Gloo, which connects the processes, prints lines of its own.
+    one, other = (json.loads(output.splitlines()[-1]) for output, _ in outputs)
     assert one == other
     processes, devices, found = one
     assert (processes, devices) == (2, 2) and len(jax.devices()) == 4
