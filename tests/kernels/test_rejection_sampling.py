@@ -334,9 +334,11 @@ def test_other_shapes_decide_as_sorting_does(positions, size, vocabulary_size):
 
 
 @pytest.mark.slow
-def test_no_races_and_no_use_of_memory_that_was_not_written():
+@pytest.mark.parametrize(("size", "blocks"), [(V, None), (1100, SamplingBlocks(tiles=8))])
+def test_no_races_and_no_use_of_memory_that_was_not_written(size, blocks):
     """Two cores; a race raises."""
-    arguments = case(90, slots=6, active_B=np.arange(6) != 3)
-    checked = kernel(interpret=pltpu.InterpretParams(
+    arguments = case(90, slots=6, size=size, vocabulary_size=size - 10,
+                     active_B=np.arange(6) != 3)
+    checked = kernel(size - 10, blocks=blocks, interpret=pltpu.InterpretParams(
         detect_races=True, uninitialized_memory="nan", num_cores_or_threads=2))
-    assert_same(checked(**arguments), reference()(**arguments))
+    assert_same(checked(**arguments), reference(size - 10)(**arguments))
