@@ -8,15 +8,21 @@ from tpuspec.kernels.attention_blocks import (
     untile_heads,
 )
 from tpuspec.kernels.cross_attention import cross_attention, sharded_cross_attention
-from tpuspec.kernels.rejection_sampling import RejectionSample, rejection_sample
+from tpuspec.kernels.rejection_sampling import (
+    RejectionSample,
+    rejection_sample,
+    sharded_rejection_sample,
+)
+from tpuspec.kernels.sampling_blocks import SamplingBlocks
 from tpuspec.kernels.sampling_reference import WarpedRows, WarpOptions
-from tpuspec.kernels.token_sampling import SampledTokens, sample_tokens
+from tpuspec.kernels.token_sampling import SampledTokens, sample_tokens, sharded_sample_tokens
 from tpuspec.kernels.verify_attention import sharded_verify_attention, verify_attention
 
 __all__ = [
     "AttentionBlocks",
     "RejectionSample",
     "SampledTokens",
+    "SamplingBlocks",
     "WarpOptions",
     "WarpedRows",
     "cross_attention",
@@ -24,6 +30,8 @@ __all__ = [
     "rejection_sample",
     "sample_tokens",
     "sharded_cross_attention",
+    "sharded_rejection_sample",
+    "sharded_sample_tokens",
     "sharded_verify_attention",
     "tile_heads",
     "tiled_cache_shape",

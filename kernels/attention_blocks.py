@@ -23,6 +23,7 @@ MASKED = -1e30  # in place of a masked attention logit; finite, so empty rows st
 # is latency, and short beside the whole call, which begins with waiting for the first.
 _SECONDS_PER_BLOCK = 1.25e-6
 _MOST_POSITIONS = 512  # at once, so that the cost follows the length
+_FEWEST_BLOCKS = 4  # of a core's call, which ends with using the last
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,12 +60,13 @@ class AttentionBlocks:
 
 
 def blocks_for(
-    info: pltpu.TpuInfo, *, tiles: int, positions: int, itemsize: int
+    info: pltpu.TpuInfo, *, slots: int, tiles: int, positions: int, itemsize: int
 ) -> AttentionBlocks:
     """The rule of block sizes, from what a TPU generation can do.
 
     Args:
       info: of the generation: cores of a chip, bandwidth of a core.
+      slots: B.
       tiles: P.
       positions: T or S.
       itemsize: bytes of a cached number.
@@ -79,18 +81,20 @@ def blocks_for(
         if chosen * 2 * at_once > per_tile:
             break
         at_once *= 2
+    if slots * (of_core // chosen) * (positions // at_once) < _FEWEST_BLOCKS:
+        at_once = POSITION_TILE
     return AttentionBlocks(cores=cores, tiles=chosen, positions=at_once)
 
 
 def default_blocks(
-    *, tiles: int, positions: int, itemsize: int, interpreted: bool
+    *, slots: int, tiles: int, positions: int, itemsize: int, interpreted: bool
 ) -> AttentionBlocks:
     """``blocks_for`` the TPU that is compiled for; interpreted, as if for a v5e."""
     if interpreted:
         info = pltpu.get_tpu_info_for_chip(pltpu.ChipVersion.TPU_V5E, 1)
     else:
         info = pltpu.get_tpu_info()
-    return blocks_for(info, tiles=tiles, positions=positions, itemsize=itemsize)
+    return blocks_for(info, slots=slots, tiles=tiles, positions=positions, itemsize=itemsize)
 
 
 def padded_positions(positions: int) -> int:

@@ -136,13 +136,18 @@ class BlockStream:
 
     def use(
         self,
+        start_slot: Callable[[], None],
         use_block: Callable[[Scalar, Scalar, Callable[[], None], Callable[[], None]], None],
     ) -> None:
         """Calls ``use_block`` for every block of the grid step's slot.
 
-        Its arguments are the block, its buffer, and two functions that wait for the keys
-        and for the values to be there: the values are still on their way while the
-        logits are computed.
+        What there is to do before the first, ``start_slot`` does while two blocks are on
+        their way. It is a branch inside the loop: the compiler starts copies as late as a
+        part without branches lets it, which is after all else before the loop.
+
+        The arguments of ``use_block`` are the block, its buffer, and two functions that
+        wait for the keys and for the values to be there: the values are still on their
+        way while the logits are computed.
         """
         group, slot = self.step.group, self.step.slot
         count = lax.div(self.end(slot) - 1, self.blocks.positions) + 1
@@ -158,6 +163,7 @@ class BlockStream:
                 next_block = jnp.where(is_last, 0, block + 1)
                 self._send_for(next_group, next_slot, next_block, 1 - buffer)
 
+            pl.when(block == 0)(start_slot)
             wait_for_keys, wait_for_values = (
                 functools.partial(
                     self._copy, kind, lambda copy: copy.wait(), group, slot, block, buffer

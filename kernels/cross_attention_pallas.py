@@ -63,7 +63,6 @@ def _kernel(
     )
     stream.start()
     softmax = RunningSoftmax(head_width, *rest)
-    softmax.start(q_ref)
     length = length_of(step.slot)
     lane_RS = lax.broadcasted_iota(jnp.int32, (q_ref.shape[1] * LANES // head_width, positions), 1)
 
@@ -85,7 +84,7 @@ def _kernel(
             values_ready,
         )
 
-    stream.use(use_block)
+    stream.use(lambda: softmax.start(q_ref), use_block)
     softmax.finish(out_ref)
 
 
@@ -107,7 +106,11 @@ def cross_attention_pallas(
     tiles, positions = k_BPSL.shape[1:3]
     dtype = k_BPSL.dtype
     blocks = blocks or default_blocks(
-        tiles=tiles, positions=positions, itemsize=dtype.itemsize, interpreted=bool(interpret)
+        slots=slots,
+        tiles=tiles,
+        positions=positions,
+        itemsize=dtype.itemsize,
+        interpreted=bool(interpret),
     )
     groups = blocks.groups(tiles, positions)
     rows_G = padded_window(window)

@@ -1,13 +1,17 @@
 """Accept / reject of drafts and the next token, from logits, in one pass over them."""
 
+import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from tpuspec.kernels.implementation import Implementation, dispatch
 from tpuspec.kernels.rejection_sampling_pallas import rejection_sample_pallas
+from tpuspec.kernels.sampling_blocks import SamplingBlocks
 from tpuspec.kernels.sampling_reference import WarpedRows, WarpOptions, draw, warp
+from tpuspec.kernels.slot_sharding import by_slots
 from tpuspec.kernels.token_sampling import sample_tokens
 
 
@@ -34,7 +38,7 @@ def rejection_sample(
         options: WarpOptions, limit_B: Int[Array, " B"], active_B: Bool[Array, " B"],
         accept_uniforms_Bγ: Float[Array, "B g"], next_uniforms_BG: Float[Array, "B g+1"], *,
         vocabulary_size: int, implementation: Implementation | None = None,
-        interpret: Any = False) -> RejectionSample:
+        blocks: SamplingBlocks | None = None, interpret: Any = False) -> RejectionSample:
     """Accepts a prefix of the drafts and draws one token from the target itself.
 
     With p and q the warped distributions of target and draft, draft x_i is accepted
@@ -59,11 +63,13 @@ def rejection_sample(
       vocabulary_size: ids from here on do not exist, in either model.
       implementation: "xla" is plain jnp, "pallas" the TPU kernel; None is the kernel
         on TPU, for the shapes that it takes, and else plain jnp.
+      blocks: how the kernel cuts the vocabulary, by default by TPU generation.
       interpret: runs the kernel on the CPU; as in ``pl.pallas_call``.
 
     Raises:
       NotImplementedError: "pallas" does not take these shapes: more than 15 drafts,
-        logits that are not float32, or rows that do not fit in VMEM.
+        logits that are not float32, or rows that do not fit in VMEM. On v4, which has
+        the least, 8 rows of 320,000 ids do, or 16 of 150,000.
 
     Source: Leviathan et al. 2022, Algorithm 1 and appendix A.1.
     """
@@ -73,20 +79,40 @@ def rejection_sample(
     def pallas() -> RejectionSample:
         if drafts_Bγ.shape[1] == 0:
             return _without_drafts(target_logits_BGV[:, 0], options, active_B,
-                                   next_uniforms_BG[:, 0], vocabulary_size, interpret)
+                                   next_uniforms_BG[:, 0], vocabulary_size, blocks, interpret)
         return RejectionSample(*rejection_sample_pallas(
-            *arguments, vocabulary_size=vocabulary_size, interpret=interpret))
+            *arguments, vocabulary_size=vocabulary_size, blocks=blocks, interpret=interpret))
 
     return dispatch(implementation, pallas=pallas,
                     xla=lambda: _reference(*arguments, vocabulary_size=vocabulary_size))
 
 
-def _without_drafts(logits_BV, options, active_B, uniform_B, vocabulary_size, interpret):
+def sharded_rejection_sample(
+        mesh: jax.sharding.Mesh, *, slots: str | tuple[str, ...], **options: Any) -> Any:
+    """``rejection_sample`` with slots split over axes of a mesh; takes its array arguments.
+
+    The kernel needs whole rows. Where the vocabulary of the logits is split over an axis,
+    name that axis too: instead of all devices along it gathering all rows, each gets the
+    rows of its own slots. With M devices along it and B slots along the others, that is
+    an all-to-all in which a device receives (M - 1) / M² * B * (2 G - 1) * V * 4 bytes,
+    1/M of what a gather would bring (8 slots, G = 8, V = 32128, M = 4: 2.9 MB), and the
+    kernel's work is shared as well. What comes out is a few numbers a slot.
+
+    Args:
+      mesh: the devices.
+      slots: axes that split B. Missing slots are made up by such that are not active.
+      options: keyword arguments of ``rejection_sample``.
+    """
+    return by_slots(functools.partial(rejection_sample, **options), mesh, slots)
+
+
+def _without_drafts(logits_BV, options, active_B, uniform_B, vocabulary_size, blocks, interpret):
     """Plain decoding has one row per slot: better eight slots at once than one."""
     options = options._replace(temperature_B=jnp.where(active_B, options.temperature_B, 0.0))
     token_B, _, sound_B = sample_tokens(logits_BV, options, uniform_B,
                                         vocabulary_size=vocabulary_size,
-                                        implementation="pallas", interpret=interpret)
+                                        implementation="pallas", blocks=blocks,
+                                        interpret=interpret)
     return RejectionSample(jnp.zeros_like(token_B), jnp.where(active_B, token_B, 0),
                            jnp.zeros((len(token_B), 0), jnp.float32), sound_B | ~active_B)
 

@@ -1,4 +1,10 @@
-"""The TPU kernel of ``rejection_sample``: one slot per turn, its rows in sublanes."""
+"""The TPU kernel of ``rejection_sample``: one slot after the other, its rows in sublanes.
+
+A slot's turn has two phases over blocks of the vocabulary. First the target's logits are
+taken in; with the last block their distributions are found and the drafts judged. From
+that step on the draft's logits pass by, for the overlap and for what a rejection leaves of
+the one row that the next token is drawn from. With one block both phases are one step.
+"""
 
 import functools
 
@@ -8,86 +14,115 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from tpuspec.kernels.bisection import first_above
-from tpuspec.kernels.row_weights import RowOptions, Weights, warp_rows
+from tpuspec.kernels.rejection_scalars import (
+    CUT,
+    DEAD,
+    GREEDY,
+    INTS,
+    PLAIN,
+    TRUNCATED,
+    prefetched_scalars,
+)
+from tpuspec.kernels.row_draw import RowDraw
+from tpuspec.kernels.row_weights import (
+    RowOptions,
+    Weights,
+    of_row,
+    pick,
+    probability,
+    warp_rows,
+)
+from tpuspec.kernels.sampling_blocks import (
+    VmemUse,
+    check_logits,
+    row_bytes,
+    tpu_info,
+)
 from tpuspec.kernels.sampling_reference import WarpedRows
 from tpuspec.kernels.vocabulary_tiles import (
     LANES,
     SUBLANES,
-    check_logits,
-    check_vmem,
     first_largest,
+    join_largest,
     logit_tiles,
     pad_lanes,
-    row_sum,
     rows_above,
     tiles_of,
 )
 
-# What a slot needs done; each includes the ones before it but GREEDY.
-_DEAD, _GREEDY, _PLAIN, _CUT, _TRUNCATED = range(5)
 _MAX_ROWS = 16
 
 
 def rejection_sample_pallas(drafts_Bγ, draft_logits_BγV, draft_rows_Bγ, target_logits_BGV, options,
                             limit_B, active_B, accept_uniforms_Bγ, next_uniforms_BG, *,
-                            vocabulary_size, interpret):
+                            vocabulary_size, blocks, interpret):
     B, G, _ = target_logits_BGV.shape
+    γ = G - 1
     if not 1 < G <= _MAX_ROWS:
-        raise NotImplementedError(f"the kernel takes 1 to {_MAX_ROWS - 1} drafts, got {G - 1}")
+        raise NotImplementedError(f"the kernel takes 1 to {_MAX_ROWS - 1} drafts, got {γ}")
     for logits in (target_logits_BGV, draft_logits_BγV):
         check_logits(logits, vocabulary_size)
     target_logits_BGV, draft_logits_BγV = map(pad_lanes, (target_logits_BGV, draft_logits_BγV))
-    scratch = [Weights.scratch_shape(rows, vocabulary_size) for rows in (G, G - 1)]
-    scratch += [(rows_above(tiles_of(vocabulary_size)), LANES)] * 2
-    blocks = [(1, *x.shape[1:]) for x in (target_logits_BGV, draft_logits_BγV)]
-    check_vmem(blocks, scratch, interpret)
-
+    vmem = rejection_vmem(G, vocabulary_size)
+    blocks = blocks or vmem.blocks(tpu_info(interpret), vocabulary_size)
+    count = blocks.count(vocabulary_size)
     ints, floats = prefetched_scalars(drafts_Bγ, draft_rows_Bγ, options, limit_B, active_B,
                                       accept_uniforms_Bγ, next_uniforms_BG)
 
-    def logits_block(which, shape):
-        return pl.BlockSpec(shape, lambda b, ints, _: (ints[b * (5 + G - 1) + which], 0, 0))
+    def logits_spec(rows, fetch, least, first_step):
+        def index(slot, step, ints, _):
+            at = slot * (INTS + γ)
+            needed = jnp.where(ints[at + 2] >= least, step - first_step, count - 1)
+            return ints[at + fetch], 0, jnp.clip(needed, 0, count - 1)
 
-    figures = pl.BlockSpec((1, 1, LANES), lambda b, *_: (b, 0, 0))
+        return pl.BlockSpec((1, rows, blocks.tiles * LANES), index)
+
+    # No operand without a use: compilers have been known to take them badly.
+    ahead = count > 1
+    kernel = _kernel if ahead else _kernel_without_copies
+    figures = pl.BlockSpec((1, 1, LANES), lambda slot, *_: (slot, 0, 0))
     decided, overlap = pl.pallas_call(
-        functools.partial(_kernel, G=G, vocabulary_size=vocabulary_size),
+        functools.partial(kernel, G=G, vocabulary_size=vocabulary_size, blocks=blocks),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=2,
-            grid=(B,),
-            in_specs=[logits_block(i, shape) for i, shape in enumerate(blocks)],
+            grid=(B, 2 * count - 1),
+            in_specs=[logits_spec(G, 0, GREEDY, 0), logits_spec(γ, 1, PLAIN, count - 1),
+                      *[pl.BlockSpec(memory_space=pl.ANY)] * ahead],
             out_specs=[figures, figures],
-            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch]),
+            scratch_shapes=[
+                pltpu.VMEM(Weights.scratch_shape(G, vocabulary_size), jnp.float32),
+                pltpu.VMEM(Weights.scratch_shape(γ, blocks.tiles * LANES), jnp.float32),
+                *RowDraw.scratch(vocabulary_size),
+                pltpu.VMEM((3, G, LANES), jnp.float32),
+                pltpu.VMEM((γ, LANES), jnp.float32),
+                pltpu.SMEM((1,), jnp.int32),
+                *[pltpu.VMEM((γ, γ, LANES), jnp.float32), pltpu.SemaphoreType.DMA] * ahead,
+            ]),
         out_shape=[jax.ShapeDtypeStruct((B, 1, LANES), jnp.int32),
                    jax.ShapeDtypeStruct((B, 1, LANES), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",), disable_bounds_checks=True),
+            dimension_semantics=("parallel", "arbitrary"), disable_bounds_checks=True,
+            vmem_limit_bytes=vmem.limit(blocks)),
         interpret=interpret,
         name="rejection_sample",
-    )(ints, floats, target_logits_BGV, draft_logits_BγV)
+    )(ints, floats, target_logits_BGV, *[draft_logits_BγV] * (1 + ahead))
     decided = decided[:, 0]
-    return decided[:, 0], decided[:, 1], overlap[:, 0, :G - 1], decided[:, 2] > 0
+    return decided[:, 0], decided[:, 1], overlap[:, 0, :γ], decided[:, 2] > 0
 
 
-def prefetched_scalars(drafts_Bγ, draft_rows_Bγ, options, limit_B, active_B, accept_uniforms_Bγ,
-                       next_uniforms_BG):
-    """What steers the kernel, slot after slot: integers and floats, in flat arrays."""
-    temperature_B, top_k_B, top_p_B, min_p_B = options
-    mode_B = jnp.where((top_k_B > 0) | (top_p_B < 1), _TRUNCATED,
-                       jnp.where(min_p_B > 0, _CUT, _PLAIN))
-    mode_B = jnp.where(active_B, jnp.where(temperature_B == 0, _GREEDY, mode_B), _DEAD)
-    # A slot that does not need its block names the one before, which is not fetched again.
-    slot_B = jnp.arange(len(mode_B))
-    before_BB = slot_B[:, None] >= slot_B[None, :]
-    fetch = [jnp.max(jnp.where(before_BB & (mode_B >= least)[None, :], slot_B[None, :], 0), axis=1)
-             for least in (_GREEDY, _PLAIN)]
-    column = [x[:, None] for x in (*fetch, mode_B, top_k_B, limit_B)]
-    ints = jnp.concatenate([*column, drafts_Bγ], axis=1).astype(jnp.int32)
-    column = [x[:, None] for x in (temperature_B, top_p_B, min_p_B)]
-    floats = jnp.concatenate(
-        [*column, next_uniforms_BG, accept_uniforms_Bγ, *draft_rows_Bγ], axis=1)
+def rejection_vmem(G: int, vocabulary_size: int) -> VmemUse:
+    """Kept are the target's rows, the one that is drawn from, twice, and some registers; of
+    a block there are both operands' two buffers and the draft's weights."""
+    tiles = rows_above(tiles_of(vocabulary_size))
+    return VmemUse(
+        kept=tiles * (row_bytes(G) + 2 * row_bytes(1) // SUBLANES) + (5 + G) * row_bytes(G),
+        per_tile=2 * row_bytes(G) + 3 * row_bytes(G - 1))
 
-    return ints.reshape(-1), floats.astype(jnp.float32).reshape(-1)
+
+def _kernel_without_copies(*refs, **parameters):
+    """Where a block is the whole vocabulary, the draft's logits are all there."""
+    all_refs = [*refs[:4], None, *refs[4:], None, None]
+    _kernel(*all_refs, **parameters)
 
 
 def _kernel(
@@ -95,34 +130,42 @@ def _kernel(
     ints_ref,  # fetch of target, of draft, mode, top_k, limit, drafts [γ]
     floats_ref,  # temperature, top_p, min_p, next [G], accept [γ], top, threshold, total [γ]
     # Inputs.
-    target_ref,  # [1, G, V]
-    draft_ref,  # [1, γ, U]
+    target_ref,  # [1, G, a block of V]
+    draft_ref,  # [1, γ, a block of U]
+    draft_hbm,  # [B, γ, U]
     # Outputs.
     decided_ref,  # [1, 1, 128]: accepted, next token, sound
     overlap_ref,  # [1, 1, 128]: by draft
     # Scratch.
     target_e_ref,  # see Weights
-    draft_e_ref,
-    p_ref,  # [V / 128, 128]: one row's probabilities, see _row_difference
+    draft_e_ref,  # of a block
+    p_ref,  # see RowDraw
     residual_ref,
+    rows_ref,  # [3, G, 128]: top, threshold, total of the target; greedy: top, its id
+    least_ref,  # [γ, 128]: sum of min(p, q) so far, times the total of p
+    accepted_ref,  # SMEM [1]
+    drafted_ref,  # [γ, γ, 128]: the tile with draft i, of all rows
+    semaphore,
     # Parameters.
     *,
     G,
     vocabulary_size,
+    blocks,
 ):
-    γ = G - 1
-    slot = pl.program_id(0)
+    γ, count = G - 1, blocks.count(vocabulary_size)
+    slot, step = pl.program_id(0), pl.program_id(1)
 
     def int_of(i):
-        return ints_ref[slot * (5 + γ) + i]
+        return ints_ref[slot * (INTS + γ) + i]
 
     def float_of(i):
         return floats_ref[slot * (3 + G + 4 * γ) + i]
 
     mode, limit = int_of(2), int_of(4)
-    drafts = [int_of(5 + i) for i in range(γ)]
+    drafts = [int_of(INTS + i) for i in range(γ)]
     row = lax.broadcasted_iota(jnp.int32, (G, LANES), 0)
     lane = lax.broadcasted_iota(jnp.int32, (G, LANES), 1)
+    target = Weights(target_e_ref, G, vocabulary_size)
 
     def by_row(values):
         """[γ, 128] with one scalar in each row."""
@@ -144,115 +187,96 @@ def _kernel(
         decided_ref[0] = figures.astype(jnp.int32)
         overlap_ref[0] = jnp.sum(jnp.where(lane[:γ] == row[:γ], overlap, 0.0), 0, keepdims=True)
 
-    @pl.when(mode == _DEAD)
+    # The tiles with the drafts decide before the last of the draft's blocks comes by. They
+    # are copied ahead, unless they are here: a copy would queue behind the next slot's.
+    tiles = [pl.ds(pl.multiple_of(lax.div(at, LANES) * LANES, LANES), LANES) for at in drafts]
+    copies = [pltpu.make_async_copy(draft_hbm.at[slot, :, tile], drafted_ref.at[i], semaphore)
+              for i, tile in enumerate(tiles) if draft_hbm is not None]
+
+    @pl.when((mode == DEAD) & (step == 0))
     def _():
         decided_ref[0] = jnp.where(lane[:1] == 2, 1, 0)
         overlap_ref[0] = jnp.zeros((1, LANES), jnp.float32)
 
-    target_logits = logit_tiles(target_ref.at[0], vocabulary_size)
-
-    @pl.when(mode == _GREEDY)
+    @pl.when((mode >= PLAIN) & (step == 0))
     def _():
-        top, ids = first_largest(target_logits, tiles_of(vocabulary_size), (G, LANES))
+        for copy in copies:
+            copy.start()
+
+    def logits_of(ref, first, tiles):
+        return logit_tiles(ref.at[0], blocks.ids(first, tiles, vocabulary_size))
+
+    def find_largest(first, tiles):
+        top, ids = first_largest(logits_of(target_ref, first, tiles), tiles, (G, LANES))
+        join_largest(rows_ref, step == 0, first, top, ids)
+
+    def take_in(first, tiles):
+        top = target.take_in(logits_of(target_ref, first, tiles), first, tiles)
+        rows_ref[0] = jnp.where(step == 0, top, jnp.maximum(rows_ref[0], top))
+
+    @pl.when(mode == GREEDY)
+    def _():
+        blocks.each(step, vocabulary_size, find_largest)
+
+    @pl.when(mode >= PLAIN)
+    def _():
+        blocks.each(step, vocabulary_size, take_in)
+
+    judges = step == count - 1
+
+    @pl.when((mode == GREEDY) & judges)
+    def _():
+        top, ids = rows_ref[0], rows_ref[1]
         equal = ids[:γ] == by_row(drafts).astype(jnp.float32)
         accepted, n = accept(equal)
-        put(accepted, _of_row(ids, n), top, jnp.where(equal, 1.0, 0.0))
+        put(accepted, of_row(ids, n), top, jnp.where(equal, 1.0, 0.0))
 
-    @pl.when(mode >= _PLAIN)
+    temperature = float_of(0)
+
+    def q_rows():
+        return WarpedRows(*(by_row([float_of(3 + G + γ * k + i) for i in range(γ)])
+                            for k in (1, 2, 3)))
+
+    @pl.when((mode >= PLAIN) & judges)
     def _():
-        temperature = float_of(0)
         options = RowOptions(*(jnp.full((G, LANES), x, jnp.float32) for x in (
             temperature, int_of(3).astype(jnp.float32), float_of(1), float_of(2))))
-        target = Weights(target_e_ref, G, vocabulary_size)
-        draft = Weights(draft_e_ref, γ, vocabulary_size)
-        p_rows = warp_rows(target, target_logits, options, mode == _TRUNCATED, mode >= _CUT)
-        q_rows = WarpedRows(*(by_row([float_of(3 + G + γ * k + i) for i in range(γ)])
-                              for k in (1, 2, 3)))
-        overlap = _overlap(target, draft, logit_tiles(draft_ref.at[0], vocabulary_size), p_rows,
-                           q_rows, options)
-
-        p_at, q_at = (weights.probabilities(drafts, rows)
-                      for weights, rows in ((target, p_rows), (draft, q_rows)))
+        p_rows = warp_rows(target, rows_ref[0], options, mode == TRUNCATED, mode >= CUT)
+        for copy in copies:
+            copy.wait()
+        logits = pick([drafted_ref[i] if copies else draft_ref[0, :, tile]
+                       for i, tile in enumerate(tiles)], drafts, (γ, LANES))
+        q = q_rows()
+        q_at = probability(jnp.exp((logits - q.top) / temperature), q)
         coins = by_row([float_of(3 + G + i) for i in range(γ)])
-        accepted, n = accept(coins * q_at < p_at[:γ])
-        _row_difference(target, draft, p_rows, q_rows, n, n < limit, p_ref, residual_ref)
-        token = _draw(p_ref, residual_ref, float_of(3 + n))
-        put(accepted, token, p_rows.top, overlap)
+        _, n = accept(coins * q_at < target.probabilities(drafts, p_rows)[:γ])
+        accepted_ref[0] = n
+        for i, figure in enumerate(p_rows):
+            rows_ref[i] = figure
+        least_ref[...] = jnp.zeros((γ, LANES), jnp.float32)
 
+    def compare(first, tiles):
+        n, p, q = accepted_ref[0], WarpedRows(*(rows_ref[i] for i in range(3))), q_rows()
+        draft = Weights(draft_e_ref, γ, tiles * LANES)
+        logits = logits_of(draft_ref, first, tiles)
+        ratio = p.total[:γ] / q.total
 
-def _of_row(rows, i):
-    """[1, 128] one row, whatever the others hold."""
-    row = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
-    return jnp.sum(jnp.where(row == i, rows, 0.0), axis=0, keepdims=True)
+        def least(tile, e):
+            q_e = jnp.where(e >= q.threshold, e, 0.0) * ratio
+            p_e = target[tile.after(first)][:γ]
+            return jnp.minimum(jnp.where(p_e >= p.threshold[:γ], p_e, 0.0), q_e)
 
+        least_ref[...] += draft.fill(
+            lambda tile: jnp.exp((logits(tile) - q.top) / temperature), least)
+        row_draw = RowDraw(p_ref, residual_ref)
+        row_draw.take_in(target, draft, p, q, n, n < limit, first)
 
-def _overlap(target, draft, draft_logits, p_rows, q_rows, options):
-    """Σ min(p, q) of each draft's row; fills the draft's weights on the way."""
-    γ = draft.rows
-    ratio = p_rows.total[:γ] / q_rows.total
+        @pl.when(step == 2 * count - 2)
+        def _():
+            token = row_draw.draw(float_of(3 + n))
+            put(jnp.full((1, LANES), n).astype(jnp.float32), token, p.top,
+                least_ref[...] / p.total[:γ])
 
-    def e(tile):
-        return jnp.exp((draft_logits(tile) - q_rows.top) / options.temperature[:γ])
-
-    def least(tile, e):
-        q = jnp.where(e >= q_rows.threshold, e, 0.0) * ratio
-        e = target[tile][:γ]
-        return jnp.minimum(jnp.where(e >= p_rows.threshold[:γ], e, 0.0), q)
-
-    return draft.fill(e, least) / p_rows.total[:γ]
-
-
-def _row_difference(target, draft, p_rows, q_rows, n, rejected, p_ref, residual_ref):
-    """Row n of p and of max(0, p - q), or of p twice if no draft was rejected.
-
-    Eight tiles of the one row make a register: i-th of T is rows i * 8 to i * 8 + 7,
-    its sublane s holding tile s * T + i.
-    """
-    registers = p_ref.shape[0] // SUBLANES
-    at_draft = jnp.minimum(n, draft.rows - 1)
-
-    def everywhere(rows, i):
-        return jnp.broadcast_to(_of_row(rows, i), (SUBLANES, LANES))
-
-    p_row = WarpedRows(*(everywhere(x, n) for x in p_rows))
-    q_row = WarpedRows(*(everywhere(x, at_draft) for x in q_rows))
-    for i in range(registers):
-        e = target.eight_tiles(n, i, registers)
-        p = jnp.where(e >= p_row.threshold, e, 0.0) / p_row.total
-        e = draft.eight_tiles(at_draft, i, registers)
-        q = jnp.where(e >= q_row.threshold, e, 0.0) / q_row.total
-        at = pl.ds(i * SUBLANES, SUBLANES)
-        p_ref[at, :] = p
-        residual_ref[at, :] = jnp.where(rejected, jnp.maximum(p - q, 0.0), p)
-
-
-def _draw(p_ref, residual_ref, uniform):
-    """[1, 128] the id drawn from the residual, or from p if rounding left nothing of it."""
-    registers = p_ref.shape[0] // SUBLANES
-    shape = (SUBLANES, -(-registers // LANES) * LANES)
-    lane = lax.broadcasted_iota(jnp.int32, shape, 1)
-    at = [pl.ds(i * SUBLANES, SUBLANES) for i in range(registers)]
-
-    def whole(tile):
-        down = jnp.sum(jnp.sum(tile, axis=1, keepdims=True), axis=0, keepdims=True)
-        return jnp.broadcast_to(down, tile.shape)
-
-    most = functools.reduce(jnp.maximum, [residual_ref[i, :] for i in at])
-    empty = jnp.max(most, axis=(0, 1), keepdims=True) == 0
-    sums = jnp.zeros(shape, jnp.float32)
-    for i in range(registers):
-        weights = jnp.where(empty, p_ref[at[i], :], residual_ref[at[i], :])
-        residual_ref[at[i], :] = weights
-        sums = jnp.where(lane == i, jnp.sum(weights, axis=1, keepdims=True), sums)
-    ids = lax.broadcasted_iota(jnp.int32, shape, 0) * registers + lane
-    ids = jnp.where(lane < registers, ids, 0)
-    goal = uniform * whole(sums)
-    tile = first_above(sums, ids, goal, p_ref.shape[0], whole)
-    before = whole(jnp.where(ids < tile, sums, 0.0))
-
-    at_tile = tile[0, 0]
-    start = lax.rem(at_tile, registers) * SUBLANES + lax.div(at_tile, registers)
-    weights = residual_ref[pl.ds(start, 1), :]
-    lane = lax.broadcasted_iota(jnp.int32, (1, LANES), 1)
-    at_lane = first_above(weights, lane, (goal - before)[:1, :LANES], LANES, row_sum)
-    return (tile[:1, :LANES] * LANES + at_lane).astype(jnp.float32)
+    @pl.when(mode >= PLAIN)
+    def _():
+        blocks.each(step - (count - 1), vocabulary_size, compare)

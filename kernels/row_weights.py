@@ -42,7 +42,7 @@ class RowOptions(NamedTuple):
 
 
 class Weights:
-    """e = exp((logit - top) / temperature) of all rows, in VMEM scratch.
+    """Of all rows in VMEM scratch: first logits, then e = exp((logit - top) / temperature).
 
     Row r of tile i is sublane ``i * stride + r``, so that eight tiles of one row
     can be read as one register.
@@ -70,19 +70,25 @@ class Weights:
         start = pl.multiple_of(tile * self.stride, SUBLANES)
         return self.ref[pl.ds(start, self.rows), :]
 
-    def eight_tiles(self, row: jax.Array, first: Any, apart: int) -> jax.Array:
-        """[8, 128] of one row: tiles ``first``, ``first + apart``, ..."""
-        return self.ref[pl.ds(row + first * self.stride, SUBLANES, stride=apart * self.stride), :]
+    def eight_tiles(self, row: jax.Array, register: TileIndex) -> Tile:
+        """[8, 128] of one row: tiles 8 i to 8 i + 7 for register i."""
+        window, (at, _) = register.window(self.ref, 0, SUBLANES * self.stride, SUBLANES)
+        return window[pl.ds(at.start + row, SUBLANES, stride=self.stride), :]
 
     def probabilities(self, ids: list[jax.Array], rows: WarpedRows) -> Rows:
         """Row i's probability of ``ids[i]``; of any other row, 0."""
-        row = lax.broadcasted_iota(jnp.int32, self.shape, 0)
-        lane = lax.broadcasted_iota(jnp.int32, self.shape, 1)
-        found = jnp.zeros(self.shape, jnp.float32)
-        for i, at in enumerate(ids):
-            tile = jnp.minimum(lax.div(at, LANES), self.tiles - 1)
-            found = jnp.where((row == i) & (lane == at - tile * LANES), self.at(tile), found)
-        return row_sum(jnp.where(found >= rows.threshold, found, 0.0)) / rows.total
+        tiles = [self.at(jnp.minimum(lax.div(at, LANES), self.tiles - 1)) for at in ids]
+        return probability(pick(tiles, ids, self.shape), rows)
+
+    def take_in(self, logits: Callable[[TileIndex], Tile], first: Any, tiles: int) -> Rows:
+        """Stores ``tiles`` tiles of logits from tile ``first`` on; returns their row maxima,
+        NaN if there is one."""
+
+        def store(tile):
+            self[tile.after(first)] = stored = logits(tile)
+            return stored
+
+        return max_tiles(tiles, store, self.shape)
 
     def total(self, value: Callable[[Tile], Tile]) -> Rows:
         """Row sums of ``value(e)``."""
@@ -98,7 +104,7 @@ class Weights:
 
         total = add_tiles(self.tiles, store, self.shape)
         for place in range(self.tiles, rows_above(self.tiles)):
-            self[TileIndex(0, place)] = jnp.zeros(self.shape, jnp.float32)
+            self[TileIndex(0, place, place + 1)] = jnp.zeros(self.shape, jnp.float32)
         return total
 
     def threshold(self, options: RowOptions) -> Rows:
@@ -141,22 +147,42 @@ class Weights:
         return float_of(jnp.where(options.top_p < 1, nucleus, top_k))
 
 
+def pick(tiles: list[Tile], ids: list[jax.Array], shape: tuple[int, int]) -> Rows:
+    """In row i what is at ``ids[i]`` in row i of ``tiles[i]``; 0 in any other row."""
+    row = lax.broadcasted_iota(jnp.int32, shape, 0)
+    lane = lax.broadcasted_iota(jnp.int32, shape, 1)
+    found = jnp.zeros(shape, jnp.float32)
+    for i, (tile, at) in enumerate(zip(tiles, ids, strict=True)):
+        found = jnp.where((row == i) & (lane == lax.rem(at, LANES)), tile, found)
+    return row_sum(found)
+
+
+def of_row(rows: Rows, i: jax.Array) -> jax.Array:
+    """[1, 128] one row, whatever the others hold."""
+    row = lax.broadcasted_iota(jnp.int32, rows.shape, 0)
+    return jnp.sum(jnp.where(row == i, rows, 0.0), axis=0, keepdims=True)
+
+
+def probability(e: Rows, rows: WarpedRows) -> Rows:
+    return jnp.where(e >= rows.threshold, e, 0.0) / rows.total
+
+
 def _measure(total: Callable[[Callable[[Tile], Tile]], Rows], value: Callable[[Tile], Tile],
              threshold: Rows) -> Rows:
     """The sum of ``value(e)`` over e >= threshold."""
     return total(lambda e: jnp.where(e >= threshold, value(e), 0.0))
 
 
-def warp_rows(weights: Weights, logits: Callable[[TileIndex], Tile], options: RowOptions,
-              truncated: jax.Array, cut: jax.Array) -> WarpedRows:
-    """Fills ``weights`` and finds the rows' figures; no row is greedy.
+def warp_rows(weights: Weights, top: Rows, options: RowOptions, truncated: jax.Array,
+              cut: jax.Array) -> WarpedRows:
+    """Turns logits into weights, in place, and finds the rows' figures; no row is greedy.
 
     Args:
+      top: the largest logit of each row; NaN if one is.
       truncated: whether top-k or top-p is on for any row, a scalar.
       cut: whether any option is.
     """
-    top = max_tiles(weights.tiles, logits, weights.shape)
-    total = weights.fill(lambda tile: jnp.exp((logits(tile) - top) / options.temperature),
+    total = weights.fill(lambda tile: jnp.exp((weights[tile] - top) / options.temperature),
                          lambda _, e: e)
     threshold = lax.cond(truncated, lambda: weights.threshold(options),
                          lambda: jnp.zeros_like(top))

@@ -56,22 +56,27 @@ def _kernel(
     step = Step.here()
     heads, rows_G = LANES // head_width, q_ref.shape[1]
     buffers = (k_buffer, v_buffer)
-    bias = DistanceBias(rows_G, *rest[:3])
-    softmax = RunningSoftmax(head_width, *rest[3:7])
+    bias = DistanceBias(rows_G, *rest[:2])
+    softmax = RunningSoftmax(head_width, *rest[2:6])
     write = WindowWrite(
-        step, window, blocks, start_B, (k_ref, v_ref), buffers, (k_out, v_out), *rest[7:]
+        step, window, blocks, start_B, (k_ref, v_ref), buffers, (k_out, v_out), *rest[6:]
     )
     stream = BlockStream(step, blocks, write.end, (k_hbm, v_hbm), buffers, semaphores, turn_ref)
     stream.start()
 
-    @pl.when(step.slot == 0)
-    def _() -> None:
-        bias.start_group(bias_ref, step.tiles(blocks, step.group).start)
-
     start, end = write.start(step.slot), write.end(step.slot)
-    bias.start_slot(start)
-    softmax.start(q_ref)
-    write.take()
+
+    first_head = step.tiles(blocks, step.group).start * heads
+
+    def start_slot() -> None:
+        @pl.when(step.slot == 0)
+        def _() -> None:
+            bias.start_group(bias_ref, first_head)
+
+        bias.start_slot(bias_ref, first_head, start)
+        softmax.start(q_ref)
+        write.take()
+
     shape = (heads * rows_G, blocks.positions)
     row_RT = lax.broadcasted_iota(jnp.int32, shape, 0) % rows_G
     lane_RT = lax.broadcasted_iota(jnp.int32, shape, 1)
@@ -96,7 +101,7 @@ def _kernel(
 
         softmax.add(k_buffer.at[buffer], v_buffer.at[buffer], adjust, values_ready)
 
-    stream.use(use_block)
+    stream.use(start_slot, use_block)
     softmax.finish(out_ref)
     write.finish()
 
@@ -124,7 +129,11 @@ def verify_attention_pallas(
     if distances > LANES:
         raise NotImplementedError(f"distances must be at most {LANES}, got {distances}")
     blocks = blocks or default_blocks(
-        tiles=tiles, positions=positions, itemsize=dtype.itemsize, interpreted=bool(interpret)
+        slots=slots,
+        tiles=tiles,
+        positions=positions,
+        itemsize=dtype.itemsize,
+        interpreted=bool(interpret),
     )
     groups = blocks.groups(tiles, positions)
     rows_G = padded_window(window)

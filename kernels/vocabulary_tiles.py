@@ -5,21 +5,19 @@ all lanes: it meets a tile as it is.
 """
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
 SUBLANES = 8  # of a float32 tile
 # Tiles per turn of a loop over them: a turn should cost much more than the jump back,
 # and code should not grow with the vocabulary.
-_TILES_PER_TURN = 64
+TILES_PER_TURN = 64
 # Sums and maxima run in this many chains: one alone would wait for each of its steps.
 _CHAINS = 4
 
@@ -36,6 +34,15 @@ class TileIndex(NamedTuple):
 
     first: Any
     place: int
+    places: int  # tiles of the turn
+
+    def after(self, first: Any) -> "TileIndex":
+        """The tile counted from another beginning."""
+        return self._replace(first=first + self.first)
+
+    @property
+    def number(self) -> Any:
+        return self.first + self.place
 
     def window(self, ref: Any, axis: int, size: int, length: int) -> tuple[Any, Any]:
         """``ref`` cut down to the turn, and this tile's slice of it, along an axis.
@@ -47,7 +54,7 @@ class TileIndex(NamedTuple):
         cut, start = [slice(None)] * 2, self.place * size
         if not isinstance(self.first, int):
             first = pl.multiple_of(self.first * size, size)
-            cut[axis] = pl.ds(first, _TILES_PER_TURN * size)
+            cut[axis] = pl.ds(first, self.places * size)
             ref = ref.at[tuple(cut)]
         else:
             start += self.first * size
@@ -57,18 +64,17 @@ class TileIndex(NamedTuple):
 
 def sweep(tiles: int, body: Callable[[TileIndex, Any], Any], carry: Any) -> Any:
     """``carry = body(tile, carry)`` over the tiles; the last has a static index."""
-    turns = max(tiles - 1, 0) // _TILES_PER_TURN
+    turns = max(tiles - 1, 0) // TILES_PER_TURN
 
-    def turn(i, carry):
-        for place in range(_TILES_PER_TURN):
-            carry = body(TileIndex(i * _TILES_PER_TURN, place), carry)
+    def turn(first, places, carry):
+        for place in range(places):
+            carry = body(TileIndex(first, place, places), carry)
         return carry
 
     if turns:
-        carry = lax.fori_loop(0, turns, turn, carry)
-    for place in range(turns * _TILES_PER_TURN, tiles):
-        carry = body(TileIndex(0, place), carry)
-    return carry
+        carry = lax.fori_loop(
+            0, turns, lambda i, carry: turn(i * TILES_PER_TURN, TILES_PER_TURN, carry), carry)
+    return turn(turns * TILES_PER_TURN, tiles - turns * TILES_PER_TURN, carry)
 
 
 def chains(tiles: int, step: Callable[[TileIndex, Any], Any], start: Any) -> tuple[Any, ...]:
@@ -123,14 +129,17 @@ def tiles_of(vocabulary_size: int) -> int:
 
 
 def logit_tiles(ref: Any, vocabulary_size: int) -> Callable[[TileIndex], Tile]:
-    """Reads tiles of logits [R, V], with those of ids that do not exist at -inf."""
+    """Reads tiles of logits [R, V], with those of ids that do not exist at -inf.
+
+    Those are in the last tile of a ``sweep``.
+    """
 
     def tile_of(tile):
         window, at = tile.window(ref, 1, LANES, LANES)
         logits = window[at]
         if not isinstance(tile.first, int):
             return logits
-        exist = vocabulary_size - (tile.first + tile.place) * LANES
+        exist = vocabulary_size - tile.number * LANES
         if exist >= LANES:
             return logits
         return jnp.where(lax.broadcasted_iota(jnp.int32, logits.shape, 1) < exist, logits, -jnp.inf)
@@ -145,7 +154,7 @@ def first_largest(logits: Callable[[TileIndex], Tile], tiles: int, shape: tuple[
     def step(tile, carry):
         best, at = carry
         x = logits(tile)
-        return jnp.maximum(best, x), jnp.where(x > best, tile.first + tile.place, at)
+        return jnp.maximum(best, x), jnp.where(x > best, tile.number, at)
 
     carries = chains(tiles, step, (jnp.full(shape, -jnp.inf, jnp.float32),
                                    jnp.zeros(shape, jnp.int32)))
@@ -157,28 +166,21 @@ def first_largest(logits: Callable[[TileIndex], Tile], tiles: int, shape: tuple[
     return top, row_min(functools.reduce(jnp.minimum, ids))
 
 
-def check_logits(logits: jax.Array, vocabulary_size: int) -> None:
-    """Refuses what no sampling kernel takes."""
-    if logits.dtype != jnp.float32:
-        raise NotImplementedError(f"the kernel takes float32 logits, got {logits.dtype}")
-    if logits.shape[-1] < vocabulary_size:
-        raise NotImplementedError("the kernel takes logits of the whole vocabulary of "
-                                  f"{vocabulary_size} ids, got {logits.shape[-1]}")
+def join_largest(ref: Any, is_first: jax.Array, first_tile: Any, top: Rows, ids: Rows) -> None:
+    """Keeps in ``ref`` [2 or more, R, 128] the largest so far, and its id.
+
+    Args:
+      is_first: whether there was none before.
+      first_tile: from which the ids are counted; all are higher than those before.
+      top, ids: as ``first_largest`` gives them.
+    """
+    ids = ids + jnp.asarray(first_tile * LANES).astype(jnp.float32)
+    more = is_first | (top > ref[0])
+    ref[1] = jnp.where(more, ids, ref[1])
+    ref[0] = jnp.where(is_first, top, jnp.maximum(ref[0], top))
 
 
 def pad_lanes(logits: jax.Array) -> jax.Array:
     """Whole tiles; a copy, but only for vocabularies that are not made of them."""
     missing = -logits.shape[-1] % LANES
     return jnp.pad(logits, ((0, 0),) * (logits.ndim - 1) + ((0, missing),)) if missing else logits
-
-
-def check_vmem(blocks: Sequence[tuple[int, ...]], scratch: Sequence[tuple[int, ...]],
-               interpret: Any) -> None:
-    """Refuses float32 blocks, which are double-buffered, and scratch that do not fit."""
-    if interpret:
-        return
-    need = sum(4 * math.prod((*shape[:-2], rows_above(shape[-2]), shape[-1])) * copies
-               for shapes, copies in ((blocks, 2), (scratch, 1)) for shape in shapes)
-    limit = pltpu.get_tpu_info().vmem_capacity_bytes
-    if need > 0.9 * limit:  # the rest is for spilled registers
-        raise NotImplementedError(f"the kernel needs {need} bytes of VMEM, {limit} are there")

@@ -1,5 +1,6 @@
 """The engine with the TPU kernels, interpreted on the CPU, gives the ids of plain XLA."""
 
+import jax.numpy as jnp
 import pytest
 from engines import Job, run
 from programmable import rand
@@ -7,7 +8,8 @@ from programmable import rand
 from tpuspec import mesh as mesh_lib
 from tpuspec.config import EngineConfig
 from tpuspec.engine import Engine
-from tpuspec.kernel_choice import KernelChoice
+from tpuspec.kernel_choice import XLA, KernelChoice
+from tpuspec.kernels import WarpOptions, sample_tokens
 from tpuspec.sampling import SamplingParams
 
 CONFIG = EngineConfig(slots=2, source_buckets=(4, 8), max_target_length=8, draft_lengths=(0, 2),
@@ -46,6 +48,18 @@ def test_heads_that_do_not_fill_the_lanes_keep_to_xla():
     assert not kernels.tiles(target.config)
     engine = Engine(target, draft, CONFIG, vocabulary_size=48, kernels=kernels)
     assert engine._state.target_cache.self_k[0].shape == (2, 4, CONFIG.target_positions, 16)
+
+
+def test_logits_that_the_kernels_do_not_take_are_left_to_xla():
+    chosen = KernelChoice(implementation="pallas", interpret=True)
+    logits = jnp.arange(16, dtype=jnp.bfloat16).reshape(2, 8) % 5
+    options = WarpOptions(jnp.array([0.0, 1.0]), jnp.zeros(2, jnp.int32), jnp.ones(2), jnp.zeros(2))
+    arguments = (logits, options, jnp.array([0.1, 0.6]))
+    with pytest.raises(NotImplementedError, match="float32"):
+        sample_tokens(*arguments, vocabulary_size=8, implementation="pallas", interpret=True)
+    found = chosen.sample_tokens(*arguments, vocabulary_size=8)
+    expected = XLA.sample_tokens(*arguments, vocabulary_size=8)
+    assert found.token_B.tolist() == expected.token_B.tolist()
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from scipy import stats
 
 from tpuspec import kernels
 from tpuspec.decode_state import DecodeState, Slots
+from tpuspec.kernel_choice import KernelChoice
 from tpuspec.kv_cache import DecoderCache
 from tpuspec.sampling import SlotSampling
 from tpuspec.speculative_step import step
@@ -224,7 +225,8 @@ def _no_residual(*args, **options):
 
 @pytest.mark.parametrize("broken", [_half_in_place_of_the_coin, _no_residual])
 def test_a_wrong_accept_rule_would_be_seen(broken, monkeypatch):
-    monkeypatch.setattr("tpuspec.speculative_step.rejection_sample", broken)
+    monkeypatch.setattr(KernelChoice, "rejection_sample",
+                        lambda self, *args, **options: broken(*args, **options))
     runner.cache_clear()
     try:
         tokens = sample(chain(P_CHAIN), chain(Q_CHAIN), 4, 4)

@@ -27,6 +27,7 @@ from llo_units import Latencies, Units
 # Bundles after a branch that are executed whether or not it is taken.
 DELAY_SLOTS = {"v4": 1, "v5e": 4, "v5p": 4, "v6e": 4}
 _SCALAR = re.compile(r"s(?!br|halt|fence|pop$)|p(or|n?and|nor|xor|neg|mov)|int_to_ptr|inlined")
+_NEGATIVE = 1 << 31
 _MAX_BUNDLES = 20_000_000
 
 
@@ -75,6 +76,11 @@ class Copies:
             self.bytes += granules * self._granule
             self._free = done = max(self._free, now) + granules * self._granule / self._rate
         self._done[semaphore].append([granules, done])
+
+    def signal(self, semaphore: int, granules: int, now: float) -> None:
+        """Counts as arrived what is waited for and not copied: where a block overhangs
+        the end of its array."""
+        self._done[semaphore].append([granules, now])
 
     def wait(self, semaphore: int, granules: int) -> float:
         """When ``granules`` more of the semaphore's copies are there.
@@ -151,6 +157,10 @@ def replay(
                 pass
             elif kind == "unit":
                 units.execute(op, cycle)
+            elif kind == "signal":
+                semaphore, granules = _known(scalar, op, 0, 1)
+                if granules < _NEGATIVE:  # else it takes back what was waited for
+                    copies.signal(semaphore, granules, cycle + stalled)
             elif kind == "wait":
                 done = copies.wait(*_known(scalar, op, 0, 1))
                 stalled += max(0.0, done - cycle - stalled)
@@ -178,6 +188,8 @@ def _kind(units: Units, op: Op) -> str:
         return "wait"
     if op.opcode.startswith("dma."):
         return "copy"
+    if op.opcode == "vsyncadd":
+        return "signal"
     if units.uses(op):
         return "unit"
     return "scalar" if _SCALAR.match(op.opcode) else ""

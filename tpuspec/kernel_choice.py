@@ -1,6 +1,8 @@
 """Which implementation of the kernels a program uses, and on which mesh."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -63,12 +65,30 @@ class KernelChoice:
         return kernels.sharded_cross_attention(
             self.mesh, heads=self._heads(config), slots=mesh_lib.DATA, **options)(*arrays)
 
-    def sampling(self) -> dict[str, Any]:
-        """Options of ``kernels.sample_tokens`` and ``rejection_sample``. On a mesh the
-        vocabulary is split, which the compiler's own partitioning handles."""
-        if self.mesh is not None:
-            return dict(implementation="xla")
-        return dict(implementation=self.implementation, interpret=self.interpret)
+    def sample_tokens(self, *arrays: Any, vocabulary_size: int) -> kernels.SampledTokens:
+        """See ``kernels.sample_tokens``."""
+        return self._sample(kernels.sample_tokens, kernels.sharded_sample_tokens, *arrays,
+                            vocabulary_size=vocabulary_size)
+
+    def rejection_sample(self, *arrays: Any, vocabulary_size: int) -> kernels.RejectionSample:
+        """See ``kernels.rejection_sample``."""
+        return self._sample(kernels.rejection_sample, kernels.sharded_rejection_sample, *arrays,
+                            vocabulary_size=vocabulary_size)
+
+    def _sample(self, function: Callable[..., Any], sharded: Callable[..., Any], *arrays: Any,
+                vocabulary_size: int) -> Any:
+        """The kernel where it takes the shapes; on a mesh each device takes some slots. Plain
+        jnp is left to the compiler, which can do with a split vocabulary."""
+        options: dict[str, Any] = dict(vocabulary_size=vocabulary_size)
+        if self.implementation == "pallas":
+            chosen = options | dict(implementation="pallas", interpret=self.interpret)
+            call = functools.partial(function, **chosen) if self.mesh is None else sharded(
+                self.mesh, slots=(mesh_lib.DATA, mesh_lib.MODEL), **chosen)
+            try:
+                return call(*arrays)
+            except NotImplementedError:  # for instance rows that do not fit in VMEM
+                pass
+        return function(*arrays, implementation="xla", **options)
 
     def _heads(self, config: T5Config) -> str | None:
         split = self.mesh is not None and mesh_lib.divides(config, self.mesh)

@@ -8,7 +8,7 @@ from jax import lax
 
 from tpuspec.decode_state import DecodeState, FinishReason, Slots, StepOutput
 from tpuspec.kernel_choice import XLA, KernelChoice
-from tpuspec.kernels import SampledTokens, WarpedRows, rejection_sample, sample_tokens
+from tpuspec.kernels import SampledTokens, WarpedRows
 from tpuspec.kv_cache import DecoderCache
 from tpuspec.sampling import Purpose, uniforms
 from tpuspec.t5 import T5
@@ -58,10 +58,10 @@ def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
         logits_BGV = logits_BGV[:, :draft_length + 1]
     with jax.named_scope("accept"):
         limit_B = jnp.minimum(slots.draft_limit_B, draft_length)
-        outcome = rejection_sample(
+        outcome = kernels.rejection_sample(
             drafts_Bγ, draft_logits_BγV, drafted.rows_B, logits_BGV, slots.sampling.options(),
             limit_B, slots.active_B, coins[Purpose.ACCEPT, :, :-1], coins[Purpose.CORRECTION],
-            vocabulary_size=vocabulary_size, **kernels.sampling())
+            vocabulary_size=vocabulary_size)
     with jax.named_scope("commit"):
         accepted_B = outcome.accepted_B
         index = jnp.arange(draft_length + 1)[None, :]
@@ -109,8 +109,8 @@ def propose(draft: T5, slots: Slots, cache: DecoderCache, coins_Bγ: jax.Array,
         if width > 1:  # rows were added because few are slow: the head gets them too
             logits_BRV = jnp.take_along_axis(logits_BRV, row_B[:, None, None], axis=1)
         logits_BV = logits_BRV[:, 0]
-        return (sample_tokens(logits_BV, options, coin_B, vocabulary_size=vocabulary_size,
-                              **kernels.sampling()), logits_BV), cache
+        return (kernels.sample_tokens(logits_BV, options, coin_B,
+                                      vocabulary_size=vocabulary_size), logits_BV), cache
 
     start_B = jnp.maximum(slots.length_B - 2, 0)
     first, cache = sample(slots.last_two_B2, start_B, slots.length_B - 1 - start_B,

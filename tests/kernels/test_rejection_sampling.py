@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from scipy import stats
 
 from tpuspec.kernels import (
+    SamplingBlocks,
     WarpedRows,
     WarpOptions,
     rejection_sample,
@@ -19,6 +20,7 @@ from tpuspec.kernels import (
     sample_tokens,
     vocabulary_tiles,
 )
+from tpuspec.kernels.rejection_sampling_pallas import rejection_vmem
 from tpuspec.kernels.sampling_reference import draw, warp
 
 SLOTS, G, V, VOCABULARY = 192, 5, 400, 390
@@ -28,9 +30,9 @@ QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expen
 
 
 @functools.cache
-def kernel(vocabulary_size=VOCABULARY, interpret=True):
+def kernel(vocabulary_size=VOCABULARY, interpret=True, blocks=None):
     return jax.jit(functools.partial(rejection_sample, vocabulary_size=vocabulary_size,
-                                     implementation="pallas", interpret=interpret),
+                                     implementation="pallas", interpret=interpret, blocks=blocks),
                    compiler_options=QUICK_TO_COMPILE)
 
 
@@ -42,7 +44,7 @@ def reference(vocabulary_size=VOCABULARY):
 
 @pytest.fixture(autouse=True)
 def _loops_over_tiles_turn_at_these_sizes(monkeypatch):
-    monkeypatch.setattr(vocabulary_tiles, "_TILES_PER_TURN", 2)
+    monkeypatch.setattr(vocabulary_tiles, "TILES_PER_TURN", 2)
 
 
 def mixed_options(rng, slots) -> WarpOptions:
@@ -252,6 +254,42 @@ def test_without_drafts_the_kernel_for_single_rows_is_used(monkeypatch):
     assert actual.overlap_Bγ.shape == (SLOTS, 0)
 
 
+def test_blocks_of_the_vocabulary_change_nothing():
+    """Three blocks of it, the last one shorter, between slots that need none, or no draft's."""
+    vocabulary_size, slots = 2200, 24
+    arguments = case(80, slots, 3, 2304, vocabulary_size, active_B=np.arange(slots) % 5 > 0)
+    cut = kernel(vocabulary_size, blocks=SamplingBlocks(tiles=8))
+    assert_same(cut(**arguments), reference(vocabulary_size)(**arguments))
+
+
+@pytest.mark.parametrize("version", ["TPU_V4", "TPU_V5E", "TPU_V5P", "TPU_V6E"])
+@pytest.mark.parametrize("vocabulary_size", [32128, 250112, 256512])
+@pytest.mark.parametrize("positions", [2, 8, 16])
+def test_rule_of_blocks_holds_for_every_model(version, vocabulary_size, positions):
+    chip = getattr(pltpu.ChipVersion, version)
+    info = pltpu.get_tpu_info_for_chip(chip, chip.num_physical_tensor_cores_per_chip)
+    vmem = rejection_vmem(positions, vocabulary_size)
+    if version == "TPU_V4" and vocabulary_size > 32128 and positions > 8:
+        with pytest.raises(NotImplementedError, match="VMEM"):
+            vmem.blocks(info, vocabulary_size)
+        return
+    blocks = vmem.blocks(info, vocabulary_size)
+    if vocabulary_size == 32128 or positions <= 8:  # only the largest are cut
+        assert (blocks.count(vocabulary_size) > 1) == (
+            version == "TPU_V4" and vocabulary_size > 32128)
+    padded = -(-positions // 8) * 8
+    kept, block = (n * 128 * padded * 4 for n in (-(-vocabulary_size // 128), blocks.tiles))
+    assert kept + 4 * block <= 0.85 * info.vmem_capacity_bytes
+    limit = vmem.limit(blocks) or 16 * 2**20  # without a limit the compiler gives this
+    assert kept + 4 * block < limit <= info.vmem_capacity_bytes
+
+
+@pytest.mark.parametrize("tiles", [0, 4, 19])
+def test_blocks_that_do_not_cut_the_vocabulary_are_an_error(tiles):
+    with pytest.raises(ValueError, match=rf"all 18 of the vocabulary .* got {tiles}"):
+        SamplingBlocks(tiles=tiles).count(2200)
+
+
 def abstract_case(slots=2, positions=3, size=400):
     f32, i32 = jnp.float32, jnp.int32
     A = jax.ShapeDtypeStruct
@@ -265,7 +303,7 @@ def abstract_case(slots=2, positions=3, size=400):
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"positions": 17}, "drafts"), ({"vocabulary_size": 500}, "vocabulary"),
-    ({"size": 400_000}, "VMEM")])
+    ({"vocabulary_size": 400_000, "size": 400_000}, "VMEM")])
 def test_shapes_that_the_kernel_does_not_take(change, message):
     change = dict(change)
     vocabulary_size = change.pop("vocabulary_size", 300)
@@ -296,9 +334,11 @@ def test_other_shapes_decide_as_sorting_does(positions, size, vocabulary_size):
 
 
 @pytest.mark.slow
-def test_no_races_and_no_use_of_memory_that_was_not_written():
+@pytest.mark.parametrize(("size", "blocks"), [(V, None), (1100, SamplingBlocks(tiles=8))])
+def test_no_races_and_no_use_of_memory_that_was_not_written(size, blocks):
     """Two cores; a race raises."""
-    arguments = case(90, slots=6, active_B=np.arange(6) != 3)
-    checked = kernel(interpret=pltpu.InterpretParams(
+    arguments = case(90, slots=6, size=size, vocabulary_size=size - 10,
+                     active_B=np.arange(6) != 3)
+    checked = kernel(size - 10, blocks=blocks, interpret=pltpu.InterpretParams(
         detect_races=True, uninitialized_memory="nan", num_cores_or_threads=2))
-    assert_same(checked(**arguments), reference()(**arguments))
+    assert_same(checked(**arguments), reference(size - 10)(**arguments))

@@ -9,16 +9,16 @@ import pytest
 import sampling_oracle
 from scipy import stats
 
-from tpuspec.kernels import WarpOptions, sample_tokens, vocabulary_tiles
+from tpuspec.kernels import SamplingBlocks, WarpOptions, sample_tokens, vocabulary_tiles
 
 # 19 blocks of 8 rows and one of 5, over four tiles of the vocabulary.
 SLOTS, V, VOCABULARY = 157, 400, 390
+QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 @functools.cache
 def sample(implementation):
-    options = {} if implementation == "xla" else {
-        "xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    options = {} if implementation == "xla" else QUICK_TO_COMPILE
     return jax.jit(functools.partial(
         sample_tokens, vocabulary_size=VOCABULARY, implementation=implementation,
         interpret=implementation == "pallas"), compiler_options=options)
@@ -26,7 +26,7 @@ def sample(implementation):
 
 @pytest.fixture(autouse=True)
 def _loops_over_tiles_turn_at_these_sizes(monkeypatch):
-    monkeypatch.setattr(vocabulary_tiles, "_TILES_PER_TURN", 2)
+    monkeypatch.setattr(vocabulary_tiles, "TILES_PER_TURN", 2)
 
 
 def mixed_options(rng) -> WarpOptions:
@@ -116,6 +116,23 @@ def test_random_numbers_give_the_targets_distribution():
     counts = np.bincount(np.concatenate(tokens), minlength=V)
     assert not counts[p == 0].any()
     assert stats.chisquare(counts[p > 0], p[p > 0] * counts.sum()).pvalue > 1e-3
+
+
+def test_blocks_of_the_vocabulary_change_nothing():
+    """Three blocks of it, the last one shorter; two blocks of rows, of which one is greedy."""
+    rng, size, slots = np.random.default_rng(7), 2200, 16
+    logits = jnp.asarray(rng.normal(0, 3, (slots, size)), jnp.float32)
+    options = jax.tree.map(lambda x: x[:slots], mixed_options(rng))
+    options = options._replace(temperature_B=options.temperature_B.at[8:].set(0.0))
+    uniforms = jnp.asarray(rng.random(slots, np.float32))
+    cut = jax.jit(functools.partial(
+        sample_tokens, vocabulary_size=size, implementation="pallas", interpret=True,
+        blocks=SamplingBlocks(tiles=8)), compiler_options=QUICK_TO_COMPILE)
+    found = cut(logits, options, uniforms)
+    expected = sample_tokens(logits, options, uniforms, vocabulary_size=size, implementation="xla")
+    np.testing.assert_array_equal(found.token_B, expected.token_B)
+    np.testing.assert_array_equal(found.rows_B.top, expected.rows_B.top)
+    np.testing.assert_allclose(found.rows_B.total, expected.rows_B.total, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("logits", "message"), [

@@ -146,8 +146,9 @@ def test_rule_of_blocks_holds_for_every_model(version, num_heads, positions) -> 
     cores = chip.num_physical_tensor_cores_per_chip
     info = pltpu.get_tpu_info_for_chip(chip, cores)
     tiles = num_heads * H // 128
-    for itemsize in (2, 4):
-        blocks = blocks_for(info, tiles=tiles, positions=positions, itemsize=itemsize)
+    for itemsize, slots in ((2, 1), (2, 8), (4, 8)):
+        blocks = blocks_for(
+            info, slots=slots, tiles=tiles, positions=positions, itemsize=itemsize)
         assert blocks.groups(tiles, positions) >= 1
         assert blocks.cores == (cores if tiles % cores == 0 else 1)
         buffers = 2 * 2 * blocks.tiles * blocks.positions * 128 * itemsize
