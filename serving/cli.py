@@ -210,7 +210,7 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--platform", choices=("cpu", "tpu"), help="must be present")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "int8"),
                         help="bfloat16 on TPU and float32 elsewhere, if not given; int8 is the "
-                             "same with weights quantized while loading")
+                             "same with the target's weights quantized while loading")
     parser.add_argument("--mesh", type=_integers(1, count=2), default=(1, 1),
                         metavar="DATA,MODEL", help="devices that share slots and weights")
 

@@ -8,6 +8,7 @@ import json
 import pathlib
 import sys
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,7 +83,8 @@ def load(models: Pair, config: EngineConfig, *, dtype: str | None = None,
       models: directories.
       config: shapes; without a draft its ladder must be (0,).
       dtype: of weights and activations; None is bfloat16 on TPU and float32 elsewhere.
-        "int8" quantizes what is not quantized yet and leaves the rest as with None.
+        "int8" quantizes the target's weights, if they are not yet, and leaves the rest as
+        with None: a draft is bound by its operations, not by its bytes.
       mesh_shape: devices along data (slots) and model (heads, widths).
 
     Raises:
@@ -91,21 +93,20 @@ def load(models: Pair, config: EngineConfig, *, dtype: str | None = None,
     """
     _keep_compiled_programs()
     devices = jax.devices()
-    read = load_int8 if dtype == "int8" else checkpoint.load
+    read_target = load_int8 if dtype == "int8" else checkpoint.load
     if dtype is None or dtype == "int8":
         dtype = default_dtype()
     mesh = None if mesh_shape == (1, 1) else mesh_lib.make_mesh(*mesh_shape)
     configs = [checkpoint.describe(path).config for path in (models.target, models.draft)
                if path is not None]
-    if read is load_int8:
-        configs = [dataclasses.replace(c, quantization=Quantization.INT8) for c in configs]
+    if read_target is load_int8:
+        configs[0] = dataclasses.replace(configs[0], quantization=Quantization.INT8)
     memory.check_fits(configs, config, dtype=jnp.dtype(dtype), mesh=mesh,
                       available=memory.device_memory(devices[0]))
-    read = functools.partial(
-        read, dtype=jnp.dtype(dtype), shardings=None if mesh is None
-        else functools.partial(mesh_lib.param_shardings, mesh=mesh))
-    target = read(models.target)
-    draft = None if models.draft is None else read(models.draft)
+    options: dict[str, Any] = dict(dtype=jnp.dtype(dtype), shardings=None if mesh is None
+                                   else functools.partial(mesh_lib.param_shardings, mesh=mesh))
+    target = read_target(models.target, **options)
+    draft = None if models.draft is None else checkpoint.load(models.draft, **options)
     vocabulary = _common_vocabulary(target, draft)
     engine = Engine(
         target.model, None if draft is None else draft.model, config, mesh=mesh,

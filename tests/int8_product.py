@@ -11,11 +11,12 @@ import sys
 
 import jax
 import jax.numpy as jnp
-import tpu_topologies
+import llo_compiler
 from flax import nnx
 
 from tpuspec.config import Quantization
 from tpuspec.t5_layers import Linear
+from tpuspec.tpu_compiler import Topology
 
 ROWS, IN, OUT = 8, 4096, 10240
 
@@ -29,8 +30,8 @@ def main(dumps: str) -> None:
     def product(x, *leaves):
         return nnx.merge(graph, jax.tree.unflatten(structure, leaves))(x)
 
-    compiled = tpu_topologies.compile_for(
-        tpu_topologies.device_of("v4"), product,
+    compiled = llo_compiler.compile_for(
+        Topology.parse("v4").devices()[0], product,
         [jax.ShapeDtypeStruct((ROWS, IN), jnp.bfloat16), *leaves])  # fmt: skip
     bundles = "".join(path.read_text() for path in pathlib.Path(dumps).glob("*-final_bundles.txt"))
     print(json.dumps({

@@ -14,11 +14,11 @@ import sys
 
 import kernel_cases
 import kernel_report
+import llo_compiler
 import llo_paths
 import llo_replay
 import numpy as np
 import pytest
-import tpu_topologies
 from kernel_case import GENERATIONS
 from llo_dumps import Program, parse_bundles, parse_op, parse_vmem_report
 from llo_scalars import ScalarCore, words
@@ -213,7 +213,7 @@ def test_a_compiled_kernel_agrees_with_a_count_by_hand(tmp_path) -> None:
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "tiny_kernel.py", tmp_path],
         env=os.environ
-        | tpu_topologies.compiler_environment(tmp_path)
+        | llo_compiler.environment(tmp_path)
         | {"PYTHONPATH": str(ROOT / "tools")},
         check=True, capture_output=True, text=True,
     )  # fmt: skip

@@ -11,10 +11,10 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import llo_compiler
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import tpu_topologies
 from engines import Job, run
 from flax import nnx
 from numpy_t5 import numpy_twin
@@ -272,7 +272,7 @@ def test_v4_multiplies_by_the_bytes_as_they_are(tmp_path):
     pytest.importorskip("libtpu")
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "int8_product.py", tmp_path],
-        env=os.environ | tpu_topologies.compiler_environment(tmp_path)
+        env=os.environ | llo_compiler.environment(tmp_path)
         | {"PYTHONPATH": str(ROOT / "tools")}, check=True, capture_output=True, text=True)
     facts = json.loads(done.stdout.splitlines()[-1])
     assert facts["shapes_of_the_weight"] == ["s8"]

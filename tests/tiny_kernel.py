@@ -10,15 +10,18 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import llo_compiler
 import llo_paths
 import llo_replay
 import numpy as np
-import tpu_topologies
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from llo_dumps import read_program
 from llo_units import LATENCIES
+
+from tpuspec.chips import CHIPS
+from tpuspec.tpu_compiler import Topology, lowering_for
 
 SLOTS, ROWS, LANES = 8, 256, 128
 
@@ -57,9 +60,9 @@ def build():
 
 
 def main(dumps: str) -> None:
-    device = tpu_topologies.device_of("v4")
-    with tpu_topologies.lowering_for(device):
-        tpu_topologies.compile_for(device, *build())
+    device = Topology.parse("v4").devices()[0]
+    with lowering_for(device):
+        llo_compiler.compile_for(device, *build())
     program = read_program(pathlib.Path(dumps), "tiny")
 
     def replays(turns, trips=3):
@@ -67,7 +70,7 @@ def main(dumps: str) -> None:
             llo_replay.replay(
                 program, core=core, scalars={0: np.array(turns, np.int32)}, loop_trips=[trips],
                 latencies=LATENCIES["v4"], delay_slots=llo_replay.DELAY_SLOTS["v4"],
-                copies=llo_replay.Copies(500.0, tpu_topologies.CHIPS["v4"].dma_granule_bytes),
+                copies=llo_replay.Copies(500.0, CHIPS["v4"].dma_granule_bytes),
             )
             for core in (0, 1)
         ]  # fmt: skip

@@ -5,7 +5,7 @@ from the environment, once, and a fault in it ends the process. Usage:
 
     kernel_estimate.py GENERATION DUMPS CASE ...
 
-DUMPS is the empty folder that ``tpu_topologies.compiler_environment`` named; the cases
+DUMPS is the empty folder that ``llo_compiler.environment`` named; the cases
 have the same program. Prints a row of the report for each, as a JSON list, on one line.
 """
 
@@ -15,11 +15,14 @@ import sys
 from typing import Any
 
 import kernel_cases
+import llo_compiler
 import llo_replay
 import llo_units
-import tpu_topologies
 from kernel_case import KernelCase
 from llo_dumps import Program, read_program
+
+from tpuspec.chips import CHIPS
+from tpuspec.tpu_compiler import Topology, lowering_for
 
 
 def estimate(
@@ -31,9 +34,9 @@ def estimate(
       peak_flops: of one core, in a second.
       cores: that share the call.
     """
-    chip = tpu_topologies.CHIPS[generation]
-    bytes_per_us = chip.hbm_gb_per_s * 1e3
-    cycles_per_us = chip.clock_ghz * 1e3
+    chip = CHIPS[generation]
+    bytes_per_us = chip.bandwidth / 1e6
+    cycles_per_us = chip.clock_hz / 1e6
 
     def replays(sharing: int) -> list[llo_replay.Replay]:
         bytes_per_cycle = bytes_per_us / cycles_per_us / sharing
@@ -75,12 +78,12 @@ def estimate(
 
 def main(generation: str, dumps: str, *names: str) -> None:
     cases = [kernel_cases.CASES[name] for name in names]
-    device = tpu_topologies.device_of(generation)
-    with tpu_topologies.lowering_for(device) as info:
+    device = Topology.parse(generation).devices()[0]
+    with lowering_for(device) as info:
         row = {"compiles": True, "vmem_limit_bytes": info.vmem_capacity_bytes}
         function, shapes = cases[0].build(generation)
         try:
-            tpu_topologies.compile_for(device, function, shapes, cases[0].donate_argnums)
+            llo_compiler.compile_for(device, function, shapes, cases[0].donate_argnums)
         except Exception as error:  # whatever the compiler refuses it with
             print(json.dumps([row | {"compiles": False, "error": str(error)}] * len(cases)))
             return

@@ -29,7 +29,7 @@ from tqdm import tqdm
 os.environ["JAX_PLATFORMS"] = "cpu"  # before JAX is imported: no TPU is touched
 
 import kernel_cases  # noqa: E402
-import tpu_topologies  # noqa: E402
+import llo_compiler  # noqa: E402
 from kernel_case import GENERATIONS  # noqa: E402
 
 HEADER = """\
@@ -68,7 +68,7 @@ def run_estimate(kernels: Sequence[str], generation: str) -> list[Row]:
             done = subprocess.run(
                 [sys.executable, script, generation, dumps, *kernels],
                 env=os.environ
-                | tpu_topologies.compiler_environment(dumps)
+                | llo_compiler.environment(dumps)
                 | {"PYTHONPATH": os.pathsep.join(paths)},  # also where Python has a safe path
                 capture_output=True,
                 text=True,

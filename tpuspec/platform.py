@@ -46,11 +46,16 @@ def prepare_compiler() -> None:
     """
     if importlib.util.find_spec("libtpu") is None:
         raise ValueError("libtpu, which has the compiler, is not installed (pip install libtpu)")
-    os.environ |= {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1",
-                   # Several processes may hold the compiler: no TPU is asked for.
-                   "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost",
-                   # Without it libtpu warns, whatever is compiled for.
-                   "TPU_ACCELERATOR_TYPE": "v4-8"}
+    os.environ |= compiler_environment()
+
+
+def compiler_environment() -> dict[str, str]:
+    """Variables of a process that compiles for TPUs and runs nothing on one."""
+    return {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1",
+            # Several processes may hold the compiler: no TPU is asked for.
+            "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "TPU_WORKER_HOSTNAMES": "localhost",
+            # Without it libtpu warns, whatever is compiled for.
+            "TPU_ACCELERATOR_TYPE": "v4-8"}
 
 
 def processor() -> str:
