@@ -241,7 +241,7 @@ class _Run:
         except ValueError as error:
             place.end(Failure(ErrorCode.INVALID_ARGUMENT.name, str(error)))
         else:
-            place.program = (self._config.rung(request.draft_length),
+            place.program = (self._config.rung(request.draft_length or 0),
                              self._config.source_bucket(len(request.source)))
         return place
 

@@ -84,8 +84,9 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft_lengths", type=_integers(0),
                         default=_SHAPES.draft_lengths,
                         help="compiled draft lengths, beginning with 0")
-    parser.add_argument("--draft_length", type=_integer(0), default=_SHAPES.draft_length,
-                        help="of requests that name none")
+    parser.add_argument("--draft_length", type=_integer_or_auto, default=_SHAPES.draft_length,
+                        metavar="N|auto", help="of requests that name none; auto chooses before "
+                        "every target run, by what was accepted and how long runs take")
     parser.add_argument("--grace_seconds", type=float, default=30.0,
                         help="for running requests after SIGTERM")
 
@@ -228,6 +229,10 @@ def _integer(low: int, high: int | None = None) -> Callable[[str], int]:
         return _bounded(int(text), low, high)
 
     return integer
+
+
+def _integer_or_auto(text: str) -> int | None:
+    return None if text == "auto" else _integer(0)(text)
 
 
 def _number(low: float, high: float | None = None) -> Callable[[str], float]:

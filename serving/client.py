@@ -23,7 +23,8 @@ def make_request(
         source: str | Sequence[int], *, temperature: float = 0.0, top_k: int = 0,
         top_p: float = 1.0, seed: int | None = None, max_new_tokens: int | None = None,
         eos_ids: Sequence[int] = (), ignore_eos: bool = False, stop: Sequence[str] = (),
-        draft_length: int | None = None, request_id: str = "") -> pb.GenerateRequest:
+        draft_length: int | None = None, label: str = "", request_id: str = "",
+) -> pb.GenerateRequest:
     """Builds a request from a text or from encoder ids; None leaves the choice to the server.
 
     Raises:
@@ -32,7 +33,7 @@ def make_request(
     try:
         request = pb.GenerateRequest(
             request_id=request_id, eos_ids=eos_ids, ignore_eos=ignore_eos, stop=stop, seed=seed,
-            max_new_tokens=max_new_tokens, draft_length=draft_length,
+            max_new_tokens=max_new_tokens, draft_length=draft_length, label=label,
             sampling=pb.Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
         if isinstance(source, str):
             request.text = source

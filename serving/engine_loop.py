@@ -190,7 +190,7 @@ class EngineLoop:
             self.engine.insert(
                 slot, request.source, sampling=request.sampling, seed=request.seed,
                 max_new_tokens=request.max_new_tokens, eos_ids=request.eos_ids,
-                draft_length=request.draft_length)
+                draft_length=request.draft_length, label=request.label)
         except ValueError as error:
             # The engine refuses before it touches anything: only this request is lost.
             self._leave(slot, ticket)

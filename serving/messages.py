@@ -52,7 +52,7 @@ def cost(report: CostReport) -> pb.Cost:
         step_ms=dict(report.step_ms))
 
 
-def predicted_speedup(alpha: float | None, draft_length: int, report: CostReport | None,
+def predicted_speedup(alpha: float | None, draft_length: int | None, report: CostReport | None,
                       config: EngineConfig) -> float | None:
     """Eq. (5) with measured α, c and widening; None where one of them is unknown."""
     if not draft_length or alpha is None or report is None or report.c is None:
@@ -66,7 +66,7 @@ def _finish(request: Request, finish: Finish, stats: SpeculationStats,
             report: CostReport | None, config: EngineConfig) -> pb.Finish:
     timings = finish.timings
     observed = None
-    if request.draft_length and report is not None and finish.decode_tokens:
+    if request.draft_length != 0 and report is not None and finish.decode_tokens:
         plain_seconds = 1e-3 * report.step_ms[0] * finish.decode_tokens
         observed = plain_seconds / timings.decode if timings.decode > 0 else None
     return pb.Finish(

@@ -108,7 +108,7 @@ def record(row_id: str | int, result: Sequence[pb.GenerateResponse] | Failure) -
         "source_tokens": finish.source_tokens,
         "new_tokens": finish.new_tokens,
         "seed": finish.seed,
-        "draft_length": finish.draft_length,
+        "draft_length": optional(finish, "draft_length"),
         **{name: optional(speculation, name) for name in (
             "alpha", "alpha_low", "alpha_high", "alpha_overlap", "draft_acceptance_rate", "c",
             "tokens_per_target_run")},

@@ -36,7 +36,8 @@ class Request:
       max_new_tokens: EOS included.
       eos_ids: ids that end the output; may be empty.
       stop: strings that end the output.
-      draft_length: drafts per step; 0 is plain decoding.
+      draft_length: drafts per step; 0 is plain decoding, None is chosen for every step.
+      label: the request's kind.
       deadline: by the engine loop's clock, in seconds; None is never.
     """
 
@@ -47,7 +48,8 @@ class Request:
     max_new_tokens: int
     eos_ids: tuple[int, ...]
     stop: tuple[str, ...] = ()
-    draft_length: int
+    draft_length: int | None
+    label: str = ""
     deadline: float | None = None
 
 

@@ -16,6 +16,7 @@ from tpuspec.serving.interfaces import Vocabulary
 from tpuspec.serving.request import Request
 
 MAX_REQUEST_ID = 256  # characters
+MAX_LABEL = 64  # characters
 MAX_STOPS = 8
 MAX_STOP_LENGTH = 256  # characters
 MAX_TEXT = 1 << 20  # characters; tokenizing more would only delay the refusal
@@ -49,10 +50,13 @@ class Door:
         _check("max_new_tokens", max_new_tokens, 1, config.max_target_length)
         draft_length = (message.draft_length if message.HasField("draft_length")
                         else config.draft_length)
-        _check("draft_length", draft_length, 0, config.max_draft_length)
+        if draft_length is not None:
+            _check("draft_length", draft_length, 0, config.max_draft_length)
+        _check_length("label", len(message.label), 0, MAX_LABEL, "characters")
         return Request(
             request_id=message.request_id or uuid.uuid4().hex,
             sampling=sampling, max_new_tokens=max_new_tokens, draft_length=draft_length,
+            label=message.label,
             eos_ids=self._eos_ids(message), stop=self._stop(message.stop),
             source=self._source(message), deadline=deadline,
             # 53 bits survive every JSON reader, so that an echoed seed can be used again.

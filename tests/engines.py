@@ -58,7 +58,7 @@ class Job:
     seed: int = 0
     max_new_tokens: int = 32
     eos_ids: Sequence[int] = (1,)
-    draft_length: int = 4
+    draft_length: int | None = 4
     start: int = 0
 
 
@@ -82,7 +82,8 @@ def run(engine: Engine, jobs: Sequence[Job], slots: Sequence[int] | None = None)
             if jobs[j].start <= turn and slot not in running.values():
                 fields = dataclasses.asdict(jobs[j]) | {"sampling": jobs[j].sampling}
                 del fields["start"]
-                fields["draft_length"] = min(fields["draft_length"], config.max_draft_length)
+                if fields["draft_length"] is not None:
+                    fields["draft_length"] = min(fields["draft_length"], config.max_draft_length)
                 engine.insert(slot, **fields)
                 running[j] = slot
                 del waiting[j]

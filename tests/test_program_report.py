@@ -5,13 +5,14 @@ import os
 import pathlib
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from tiny_programs import CONFIG, DRAFT, TARGET
 
 from tpuspec.chips import CHIPS
 from tpuspec.memory import check_fits
-from tpuspec.program_report import PAPER
+from tpuspec.program_report import PAPER, _floor_operations
 from tpuspec.theory import speedup
 from tpuspec.tpu_compiler import Topology
 
@@ -74,6 +75,12 @@ def test_programs_of_one_v4_chip():
     assert rows["step, gamma 3"]["floor_bytes"] == target + 3 * draft
     assert found["total_bytes"] > found["weight_bytes"] + found["cache_bytes"]
     assert not any(row["collectives"] for row in rows.values())
+
+
+def test_the_floor_of_an_encoder_counts_its_operations():
+    engine = SimpleNamespace(weights=[[], []], num_weights=lambda model, of: 1000 * (model + 1))
+    assert _floor_operations(engine, ("insert", 512)) == 2 * 512 * 3000
+    assert _floor_operations(engine, ("step", 7, 512)) == 0
 
 
 @pytest.mark.slow

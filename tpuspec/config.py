@@ -136,14 +136,15 @@ class EngineConfig:
         is the longest source allowed.
       max_target_length: most new tokens of one request.
       draft_lengths: the ladder of compiled draft lengths; 0 is plain decoding.
-      draft_length: draft length of a request that names none.
+      draft_length: draft length of a request that names none; None chooses one before
+        every step (see ``draft_lengths``).
     """
 
     slots: int = 4
     source_buckets: tuple[int, ...] = (32, 128, 512)
     max_target_length: int = 256
     draft_lengths: tuple[int, ...] = (0, 1, 2, 3, 5, 7)
-    draft_length: int = 3
+    draft_length: int | None = 3
 
     def __post_init__(self) -> None:
         check_range("slots", self.slots, 1, None)
@@ -155,7 +156,9 @@ class EngineConfig:
                                  f"got {values}")
         if self.draft_lengths[0] != 0:
             raise ValueError(f"draft_lengths must begin with 0, got {self.draft_lengths}")
-        if self.draft_length not in self.draft_lengths:
+        if self.draft_length is None:
+            check_range("draft_lengths of a ladder to choose from", self.max_draft_length, 1, None)
+        elif self.draft_length not in self.draft_lengths:
             raise ValueError(f"draft_length must be one of {self.draft_lengths}, "
                              f"got {self.draft_length}")
 

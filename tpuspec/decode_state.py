@@ -75,14 +75,22 @@ class Slots:
 
 
 @functools.partial(jax.tree_util.register_dataclass, meta_fields=[],
-                   data_fields=["slots", "target_cache", "draft_cache"])
+                   data_fields=["slots", "target_cache", "draft_cache", "history_BT"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState:
-    """Slots and both models' caches; ``draft_cache`` is None without a draft."""
+    """Slots and both models' caches.
+
+    Attributes:
+      slots, target_cache: always there.
+      draft_cache: None without a draft.
+      history_BT: final tokens by position, below each slot's length; None where no plain
+        step may leave the draft's cache behind.
+    """
 
     slots: Slots
     target_cache: DecoderCache
     draft_cache: DecoderCache | None
+    history_BT: jax.Array | None = None
 
 
 class StepOutput(NamedTuple):

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from jax.sharding import Mesh
 from tpuspec import mesh as mesh_lib
 from tpuspec.config import EngineConfig, check_range
 from tpuspec.decode_state import MAX_EOS_IDS, NO_ID, Slots, StepOutput
+from tpuspec.draft_lengths import Drafting, DraftLengths
 from tpuspec.kernel_choice import KernelChoice
 from tpuspec.measurement import CostReport
 from tpuspec.pass_timing import time_passes
@@ -33,29 +35,45 @@ def _count_compile(event: str, *_: object, **__: object) -> None:
 jax.monitoring.register_event_duration_secs_listener(_count_compile)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class _Tenant:
-    """What the host must know of a slot's request; compared by identity."""
+    """What the host must know of a slot's request; compared by identity.
+
+    Attributes:
+      source_length: tokens.
+      draft_length: as it was asked for; None is chosen step by step.
+      label, drafting: what the choice goes by; None without a choice.
+      behind: plain steps since the draft read the last tokens.
+    """
 
     source_length: int
-    draft_length: int
+    draft_length: int | None
+    label: str
+    drafting: Drafting | None
+    behind: int = 0
 
 
 class StepHandle:
-    """A launched step. ``read`` waits for it: one host copy."""
+    """A launched step. ``read`` waits for it: one host copy.
+
+    Attributes:
+      draft_length: γ of the step.
+      tenants: whom it advances, by slot.
+      launched: when, by ``time.perf_counter``; None if other work was launched since the
+        step before, so that its time says nothing.
+    """
 
     def __init__(self, packed: jax.Array, draft_length: int, tenants: Mapping[int, _Tenant],
-                 finished: Callable[[int, _Tenant], None]):
+                 launched: float | None, done: Callable[["StepHandle", StepOutput], None]):
         self.draft_length = draft_length
+        self.tenants = tenants
+        self.launched = launched
         self._packed = packed
-        self._tenants = tenants
-        self._finished = finished
+        self._done = done
 
     def read(self) -> StepOutput:
         output = StepOutput.unpack(np.asarray(self._packed))
-        for slot, tenant in self._tenants.items():
-            if output.finish[slot]:
-                self._finished(slot, tenant)
+        self._done(self, output)
         return output
 
 
@@ -96,6 +114,9 @@ class Engine:
         self._weights = self._definitions.weights(*filter(None, (target, draft)))
         self._state = self._definitions.empty_state()
         self._tenants: dict[int, _Tenant] = {}
+        self._lengths: DraftLengths | None = None
+        self._disturbed = True  # other programs were launched since the last step
+        self._read_at = 0.0  # when the last step was read
 
     @property
     def compilations(self) -> int:
@@ -123,6 +144,8 @@ class Engine:
         work is the same as that of live ones."""
         self._compile(self._definitions.single_passes(), progress)
         self.cost = self._time()
+        if self.config.draft_length is None:
+            self._lengths = DraftLengths(self.cost.step_ms)
         return self.cost
 
     def _compile(self, keys: Iterable[Key], progress: Progress | None) -> None:
@@ -137,7 +160,8 @@ class Engine:
                     progress("compile", done, len(pending))
 
     def insert(self, slot: int, source: Sequence[int], *, sampling: SamplingParams, seed: int,
-               max_new_tokens: int, eos_ids: Sequence[int], draft_length: int) -> None:
+               max_new_tokens: int, eos_ids: Sequence[int], draft_length: int | None,
+               label: str = "") -> None:
         """Encodes a source once per model and gives it a slot.
 
         Args:
@@ -145,16 +169,26 @@ class Engine:
           seed: in [0, 2**64).
           max_new_tokens: 1 to config.max_target_length.
           eos_ids: ids that end the output; at most 8, or none.
-          draft_length: drafts examined per step; 0 is plain decoding.
+          draft_length: drafts examined per step; 0 is plain decoding, None chooses before
+            every step (with ``config.draft_length`` None alone). A choice goes by what was
+            accepted and by the clock, so that outputs at a temperature above 0 are then
+            exact samples, but not the same ones every time.
+          label: the request's kind: what was accepted of others tells where to begin.
 
         Raises:
           ValueError: names the field, the value and the bound.
+          RuntimeError: a draft length is to be chosen and ``measure`` did not run.
         """
         config = self.config
         check_range("slot", slot, 0, config.slots - 1)
         check_range("length of source", len(source), 1, config.max_source_length)
         check_range("max_new_tokens", max_new_tokens, 1, config.max_target_length)
-        check_range("draft_length", draft_length, 0, config.max_draft_length)
+        limit = config.max_draft_length if draft_length is None else draft_length
+        check_range("draft_length", limit, 0, config.max_draft_length)
+        if draft_length is None and config.draft_length is not None:
+            raise ValueError("draft_length must be a number: this engine does not choose, got None")
+        if draft_length is None and self._lengths is None:
+            raise RuntimeError("measure must run before a draft length can be chosen")
         check_range("number of eos_ids", len(eos_ids), 0, MAX_EOS_IDS)
         for name, ids in (("source id", source), ("eos_ids", eos_ids)):
             for value in ids:
@@ -174,34 +208,67 @@ class Engine:
             last_two_B2=one((self.start_id, 0), np.int32),
             max_length_B=one(1 + max_new_tokens, np.int32),
             source_length_B=one(len(source), np.int32), eos_ids_BE=eos,
-            draft_limit_B=one(draft_length, np.int32), seed_B2=one(words, np.uint32),
+            draft_limit_B=one(limit, np.int32), seed_B2=one(words, np.uint32),
             sampling=SlotSampling(temperature_B=one(sampling.temperature, np.float32),
                                   top_k_B=one(sampling.top_k, np.int32),
                                   top_p_B=one(sampling.top_p, np.float32)))
         self._state = self._run(("insert", bucket), self._state, np.int32(slot), tokens, row)
-        self._tenants[slot] = _Tenant(len(source), draft_length)
+        self._disturbed = True
+        self._tenants[slot] = _Tenant(
+            len(source), draft_length, label,
+            None if self._lengths is None else self._lengths.newcomer(label, limit))
 
     def step(self) -> StepHandle:
         """Launches one step of all slots and returns at once.
 
-        The draft length is the smallest rung that covers every active request's.
+        The draft length is the smallest rung that covers every active request's, or a
+        larger one that pays for those that leave it to the engine.
         """
         if not self._tenants:
             raise RuntimeError("step needs an active slot")
         tenants = self._tenants.values()
-        rung = self.config.rung(max(t.draft_length for t in tenants))
+        rung = self.config.rung(max(t.draft_length or 0 for t in tenants))
+        if self._lengths is not None and any(t.draft_length is None for t in tenants):
+            rung = self._lengths.choose([t.drafting for t in tenants if t.drafting], rung)
         bucket = self._definitions.read_bucket(max(t.source_length for t in tenants))
+        self._catch_up(rung)
+        launched = None if self._disturbed else time.perf_counter()
         self._state, packed = self._run(("step", rung, bucket), self._state)
-        return StepHandle(packed, rung, dict(self._tenants), self._forget)
+        self._disturbed = False
+        return StepHandle(packed, rung, dict(self._tenants), launched, self._was_read)
 
     def release(self, slot: int) -> None:
         """Ends a slot's request; the slot is inert from the next step on. Idempotent."""
         if self._tenants.pop(slot, None) is not None:
             self._state = self._run(("release",), self._state, np.int32(slot))
 
-    def _forget(self, slot: int, tenant: _Tenant) -> None:
-        if self._tenants.get(slot) is tenant:  # a newer tenant is not its predecessor
-            del self._tenants[slot]
+    def _catch_up(self, rung: int) -> None:
+        """Shows the draft what was decoded without it, before it drafts again."""
+        tenants = self._tenants.values()
+        if rung:
+            behind = max(t.behind if t.draft_length != 0 else 0 for t in tenants)
+            for missing in range(behind, 0, -self._definitions.catch_up_width):
+                self._state = self._run(("catch up",), self._state, np.int32(missing))
+                self._disturbed = True
+        for tenant in tenants:
+            tenant.behind = 0 if rung else tenant.behind + 1
+
+    def _was_read(self, step: StepHandle, output: StepOutput) -> None:
+        now = time.perf_counter()
+        if self._lengths is not None:
+            if step.launched is not None:
+                began = max(step.launched, self._read_at)  # it waited for the one before
+                self._lengths.timed(step.draft_length, 1e3 * (now - began))
+            for slot, tenant in step.tenants.items():
+                if tenant.drafting is not None:
+                    self._lengths.record(
+                        tenant.label, tenant.drafting, accepted=int(output.accepted[slot]),
+                        examined=int(output.examined[slot]))
+        self._read_at = now
+        for slot, tenant in step.tenants.items():
+            # A newer tenant is not its predecessor.
+            if output.finish[slot] and self._tenants.get(slot) is tenant:
+                del self._tenants[slot]
 
     def _run(self, key: tuple, *args: Any) -> Any:
         if key not in self._programs:

@@ -46,7 +46,9 @@ class ProgramRow:
 
     Attributes:
       hbm_bytes: arguments, results that are not written over them, temporaries, code.
-      floor_ms: bytes that must be read, over the bandwidth: weights and full caches once.
+      floor_bytes: that must be read: weights and full caches once.
+      floor_ms: these over the bandwidth; for an insert, whose encoder reads a whole source,
+        the operations of its weights over the peak, where that is more.
       estimate_ms: of the schedule; for passes of a single one.
       by_scope: milliseconds of the cores in the costliest places, for passes of all.
     """
@@ -124,10 +126,16 @@ class AbstractEngine:
 
     def weight_bytes(self, model: int, *, of: str) -> int:
         """Of "decode", "encode" or "all" of a model, on one device."""
+        return sum(map(bytes_on_device, self._weights(model, of)))
+
+    def num_weights(self, model: int, *, of: str) -> int:
+        """The same, counted."""
+        return sum(bytes_on_device(w) // w.dtype.itemsize for w in self._weights(model, of))
+
+    def _weights(self, model: int, of: str) -> list[jax.ShapeDtypeStruct | jax.Array]:
         tied = not any("lm_head" in name for name in self.names[model])
-        return bytes_on_device([
-            leaf for name, leaf in zip(self.names[model], self.weights[model], strict=True)
-            if of == "all" or of in _uses(name, tied)])
+        return [leaf for name, leaf in zip(self.names[model], self.weights[model], strict=True)
+                if of == "all" or of in _uses(name, tied)]
 
     def cache_bytes(self, model: int) -> int:
         return bytes_on_device((self.state.target_cache, self.state.draft_cache)[model])
@@ -198,7 +206,7 @@ def _row(engine: AbstractEngine, key: Key, topology: Topology) -> tuple[ProgramR
     return ProgramRow(
         name=_name(key, config), hbm_bytes=memory.argument_size_in_bytes + extra,
         temporary_bytes=memory.temp_size_in_bytes, floor_bytes=floor,
-        floor_ms=1e3 * floor / chip.bandwidth,
+        floor_ms=1e3 * max(floor / chip.bandwidth, _floor_operations(engine, key) / chip.flops),
         estimate_ms=1e3 * found.seconds / (PASSES if key[0] == "pass" else 1),
         collectives=found.collectives // (PASSES if key[0] == "pass" else 1),
         compile_seconds=seconds,
@@ -218,6 +226,14 @@ def _floor_bytes(engine: AbstractEngine, key: Key) -> int:
     if key[0] == "pass":
         return one_pass(("target", "draft").index(key[1]))
     return one_pass(0) + (key[1] * one_pass(1) if key[1] else 0)
+
+
+def _floor_operations(engine: AbstractEngine, key: Key) -> int:
+    """Of an insert: a multiply-add of every weight for every source position, padding too."""
+    if key[0] != "insert":
+        return 0
+    return 2 * key[1] * sum(engine.num_weights(i, of="encode")
+                            for i in range(len(engine.weights)))
 
 
 def _name(key: Key, config: EngineConfig) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import Mesh
 
 from tpuspec import mesh as mesh_lib
@@ -16,12 +17,14 @@ from tpuspec.decode_state import DecodeState, Slots
 from tpuspec.kernel_choice import KernelChoice
 from tpuspec.kv_cache import DecoderCache
 from tpuspec.pass_timing import passes
-from tpuspec.speculative_step import step
+from tpuspec.speculative_step import catch_up, step
 from tpuspec.t5 import T5
 
-Key = tuple  # of a program: ("step", γ, bucket), ("insert", bucket), ("release",), ("pass", ...)
+# Of a program: ("step", γ, bucket), ("insert", bucket), ("release",), ("catch up",), ("pass", ...)
+Key = tuple
 Weights = Sequence[list[jax.Array]]  # of the target and of the draft
 _MATRIX_ROWS = 8
+_MOST_CATCH_UP = 16  # the widest window that the attention kernels take
 
 
 class Programs:
@@ -78,8 +81,12 @@ class Programs:
             source_positions=self.config.max_source_length, dtype=dtype,
             tiled=self._kernels.tiles(model))
             for model, dtype in zip(self._models, self._dtypes, strict=True)]
+        history = None
+        if self.config.draft_length is None:
+            history = jnp.zeros((self.config.slots, self.config.target_positions), jnp.int32)
         return DecodeState(slots=Slots.empty(self.config.slots), target_cache=caches[0],
-                           draft_cache=caches[1] if len(caches) == 2 else None)
+                           draft_cache=caches[1] if len(caches) == 2 else None,
+                           history_BT=history)
 
     def state_shardings(self, state: DecodeState) -> DecodeState:
         assert self._mesh is not None
@@ -91,6 +98,8 @@ class Programs:
     def requests(self) -> Iterator[Key]:
         """What requests need: steps, inserts, release."""
         yield ("release",)
+        if self.config.draft_length is None:
+            yield ("catch up",)
         for bucket in self.config.source_buckets:
             yield ("insert", bucket)
         for bucket in {self.read_bucket(b): None for b in self.config.source_buckets}:
@@ -128,6 +137,11 @@ class Programs:
         parts = 1 if self._mesh is None else self._mesh.shape[mesh_lib.DATA]
         return -(-_MATRIX_ROWS * parts // self.config.slots)
 
+    @property
+    def catch_up_width(self) -> int:
+        """Positions that the draft reads at once where plain steps left it behind."""
+        return min(_MOST_CATCH_UP, self.config.target_positions)
+
     def lower(self, key: Key, weights: Weights, state: DecodeState) -> jax.stages.Lowered:
         """Traces a program. Compiling it is the slow part, and takes no Python."""
         function, more = self._build(key)
@@ -148,8 +162,8 @@ class Programs:
         if name == "insert":
             tokens = jax.ShapeDtypeStruct((1, rest[0]), jnp.int32)
             return self._insert, (scalar, tokens, jax.eval_shape(lambda: Slots.empty(1)))
-        if name == "release":
-            return self._release, (scalar,)
+        if name in ("release", "catch up"):
+            return self._release if name == "release" else self._catch_up, (scalar,)
         return functools.partial(self._step if name == "step" else self._pass, *rest), ()
 
     def _merge(self, weights: Weights) -> tuple[T5, T5 | None]:
@@ -170,9 +184,13 @@ class Programs:
         draft_cache = state.draft_cache
         if draft is not None and draft_cache is not None:
             draft_cache = fill(draft, draft_cache)
+        history = state.history_BT
+        if history is not None:
+            history = lax.dynamic_update_slice(
+                history, row.last_two_B2[:, :1], (slot, jnp.int32(0)))
         return dataclasses.replace(
             state, slots=state.slots.insert(slot, row), draft_cache=draft_cache,
-            target_cache=fill(target, state.target_cache))
+            target_cache=fill(target, state.target_cache), history_BT=history)
 
     def _step(self, rung: int, bucket: int, weights: Weights, state: DecodeState,
               ) -> tuple[DecodeState, jax.Array]:
@@ -187,6 +205,12 @@ class Programs:
         active = state.slots.active_B & (jnp.arange(self.config.slots) != slot)
         return dataclasses.replace(
             state, slots=dataclasses.replace(state.slots, active_B=active))
+
+    def _catch_up(self, weights: Weights, state: DecodeState, behind: jax.Array) -> DecodeState:
+        _, draft = self._merge(weights)
+        assert draft is not None
+        return catch_up(draft, state, behind, width=self.catch_up_width, kernels=self._kernels,
+                        source_positions=self.config.max_source_length)
 
     def _pass(self, which: str, width: int, weights: Weights, state: DecodeState,
               ) -> tuple[DecodeState, jax.Array]:

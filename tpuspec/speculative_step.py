@@ -70,8 +70,13 @@ def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
             jnp.where(index == accepted_B[:, None], outcome.next_token_B[:, None], 0))
         examined_Bγ = jnp.arange(draft_length)[None, :] < limit_B[:, None]
         sound_B = outcome.sound_B & jnp.all(drafted.sound_B | ~examined_Bγ, axis=1)
+        history_BT = state.history_BT
+        before_B = slots.length_B
         slots, output = commit(slots, tokens_BG, accepted_B, limit_B, outcome.overlap_Bγ, sound_B)
-    return DecodeState(slots=slots, target_cache=target_cache, draft_cache=draft_cache), output
+        if history_BT is not None:
+            history_BT = appended(history_BT, before_B, tokens_BG, slots.length_B - before_B)
+    return DecodeState(slots=slots, target_cache=target_cache, draft_cache=draft_cache,
+                       history_BT=history_BT), output
 
 
 def pending_token(slots: Slots) -> jax.Array:
@@ -127,6 +132,39 @@ def propose(draft: T5, slots: Slots, cache: DecoderCache, coins_Bγ: jax.Array,
     drafted, logits_BγV = jax.tree.map(
         lambda one, more: jnp.moveaxis(jnp.concatenate([one[None], more]), 0, 1), first, rest)
     return drafted, logits_BγV, cache
+
+
+def appended(history_BT: jax.Array, start_B: jax.Array, tokens_BG: jax.Array,
+             num_B: jax.Array) -> jax.Array:
+    """Writes the first ``num_B`` tokens of every slot from position ``start_B`` on. By
+    selection: a scatter is many operations on a TPU."""
+    place_BT = jnp.arange(history_BT.shape[1])[None, :] - start_B[:, None]
+    for place in range(tokens_BG.shape[1]):
+        new = (place_BT == place) & (place < num_B)[:, None]
+        history_BT = jnp.where(new, tokens_BG[:, place, None], history_BT)
+    return history_BT
+
+
+def catch_up(draft: T5, state: DecodeState, behind: jax.Array, *, width: int,
+             source_positions: int, kernels: KernelChoice = XLA) -> DecodeState:
+    """The draft reads a window of final tokens that plain steps have not shown it.
+
+    Args:
+      behind: plain steps since the draft's cache was whole; as many positions before the
+        last two, which ``propose`` reads, are missing at the most. Of a longer stretch,
+        windows are read one after the other, with ``behind`` less by ``width`` each time.
+      width: positions of the window, at most those of the history.
+    """
+    slots = state.slots
+    assert state.draft_cache is not None and state.history_BT is not None
+    # A request younger than this stretch, or near the end of the buffer, reads some
+    # positions again, to the same effect.
+    start_B = jnp.clip(slots.length_B - 2 - behind, 0, state.history_BT.shape[1] - width)
+    tokens_BG = jnp.take_along_axis(
+        state.history_BT, start_B[:, None] + jnp.arange(width)[None, :], axis=1)
+    _, cache = read(draft, tokens_BG, start_B, slots, state.draft_cache, source_positions,
+                    kernels=kernels)
+    return dataclasses.replace(state, draft_cache=cache)
 
 
 def commit(slots: Slots, tokens_BG: jax.Array, accepted_B: jax.Array, limit_B: jax.Array,

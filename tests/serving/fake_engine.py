@@ -114,7 +114,8 @@ class FakeEngine:
         self._ready = 0.0
         self._thread: int | None = None
 
-    def insert(self, slot, source, *, sampling, seed, max_new_tokens, eos_ids, draft_length):
+    def insert(self, slot, source, *, sampling, seed, max_new_tokens, eos_ids, draft_length,
+               label=""):
         self._check_thread()
         assert 0 <= slot < self.config.slots
         assert slot not in self.rows, f"slot {slot} is taken"
@@ -122,7 +123,7 @@ class FakeEngine:
         if source[0] == 17:
             raise ValueError("the fake engine does not like 17")
         self.rows[slot] = _Row(tuple(source), sampling.temperature, seed, max_new_tokens,
-                               tuple(eos_ids), draft_length)
+                               tuple(eos_ids), 3 if draft_length is None else draft_length)
 
     def release(self, slot):
         self._check_thread()

@@ -1,8 +1,10 @@
 """Acceptance figures that mean what the proto says, and count everything once."""
 
+import dataclasses
+
 import numpy as np
 import pytest
-from fake_engine import COST, FakeEngine
+from fake_engine import CONFIG, COST, FakeEngine
 from harness import on_server
 
 from tpuspec import theory
@@ -74,6 +76,23 @@ def test_figures_that_are_not_known_are_absent():
         assert not (await it.client.get_model()).HasField("cost")
 
     on_server(body, FakeEngine(cost=None))
+
+
+def test_draft_lengths_that_are_chosen_have_no_number_and_no_prediction():
+    async def body(it):
+        limits = (await it.client.get_model()).limits
+        assert not limits.HasField("default_draft_length")
+        answer = await it.answer([10, 9], label="counting")
+        assert answer.origins == "aaabaaabaa"
+        assert not answer.finish.HasField("draft_length")
+        assert not answer.finish.HasField("predicted_speedup")
+        assert answer.finish.HasField("observed_speedup")
+        named = (await it.answer([10, 9], draft_length=1)).finish
+        assert named.draft_length == 1 and named.HasField("predicted_speedup")
+        plain = (await it.answer([10, 9], draft_length=0)).finish
+        assert plain.HasField("draft_length") and plain.draft_length == 0
+
+    on_server(body, FakeEngine(dataclasses.replace(CONFIG, draft_length=None)))
 
 
 def test_server_counts_every_request_once_cancelled_ones_included():

@@ -42,6 +42,7 @@ BARE_DOOR = Door(CONFIG, vocabulary_size=2000, eos_id=1, vocabulary=None)
     (dict(stop=["a", ""]), r"stop\[1\] must have 1 to 256 characters, got 0"),
     (dict(stop=["a" * 257]), r"stop\[0\] must have 1 to 256 characters, got 257"),
     (dict(stop=["a"] * 9), "stop must have 0 to 8 strings, got 9"),
+    (dict(label="a" * 65), "label must have 0 to 64 characters, got 65"),
     (dict(request_id="a" * 257), "request_id must have 0 to 256 characters, got 257"),
 ])
 def test_field_out_of_bounds_is_named_with_value_and_bound(fields, message):
