@@ -71,6 +71,8 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="localhost",
                         help="address to listen on; 0.0.0.0 is every IPv4 interface")
     parser.add_argument("--port", type=_integer(0, 65535), default=8500, help="0 is a free one")
+    parser.add_argument("--metrics_port", type=_integer(0, 65535),
+                        help="serves Prometheus metrics; 0 is a free port, none is no metrics")
     parser.add_argument("--slots", type=_integer(1), default=_SHAPES.slots,
                         help="requests that run at once")
     parser.add_argument("--queue_limit", type=_integer(0), default=64,

@@ -53,11 +53,13 @@ class EngineLoop:
       queue_limit: requests that may wait beside the running ones.
       overlap: keep one step in flight; False reads every step before the next.
       on_failure: called in the loop's thread when the engine fails.
+      on_step: called there with a request and what a step did for it.
       clock: seconds, monotonic; deadlines of requests are in its time.
     """
 
     def __init__(self, engine: SlotEngine, vocabulary: Vocabulary | None, *, queue_limit: int,
                  overlap: bool = True, on_failure: Callable[[Exception], None] | None = None,
+                 on_step: Callable[[Request, TokenChunk], None] | None = None,
                  clock: Callable[[], float] = time.monotonic):
         self.engine = engine
         self.queue_limit = queue_limit
@@ -66,6 +68,7 @@ class EngineLoop:
         self._vocabulary = vocabulary
         self._overlap = overlap
         self._on_failure = on_failure
+        self._on_step = on_step
         self._changed = threading.Condition()  # guards the scheduler and all below
         self._scheduler: Scheduler[Ticket] = Scheduler(
             slots=engine.config.slots, queue_limit=queue_limit)
@@ -209,6 +212,8 @@ class EngineLoop:
                 self._fail(ticket, error)
                 continue
             self.stats += chunk.steps
+            if self._on_step is not None:
+                self._on_step(ticket.request, chunk)
             self._deliver(slot, ticket, chunk)
 
     def _deliver(self, slot: int, ticket: Ticket, chunk: TokenChunk) -> None:

@@ -28,6 +28,9 @@ def run(args: argparse.Namespace) -> int:
 
 async def _serve(served: models.Served, args: argparse.Namespace) -> int:
     server = Server(served.engine, served.vocabulary, served.info, queue_limit=args.queue_limit)
+    if args.metrics_port is not None:
+        port = server.metrics.serve(args.host, args.metrics_port)
+        logging.info("metrics on http://%s:%d/metrics", args.host, port)
     return await server.run(
         f"{args.host}:{args.port}", args.grace_seconds,
         lambda port: logging.info("serving on %s:%d", args.host, port))

@@ -15,6 +15,7 @@ from tpuspec.protos import generation_pb2, generation_pb2_grpc
 from tpuspec.serving.channel import MESSAGE_OPTIONS
 from tpuspec.serving.engine_loop import EngineLoop
 from tpuspec.serving.interfaces import SlotEngine, Vocabulary
+from tpuspec.serving.metrics import Metrics
 from tpuspec.serving.service import GenerationService, ModelInfo
 from tpuspec.serving.servicer import GenerationServicer
 
@@ -34,14 +35,16 @@ class Server:
     """Serves one engine on one address.
 
     Made, started and drained in one event loop. ``engine`` must be warmed up: the
-    port opens at once.
+    port opens at once. ``metrics`` are there to be served.
     """
 
     def __init__(self, engine: SlotEngine, vocabulary: Vocabulary | None, info: ModelInfo, *,
                  queue_limit: int = 64, overlap: bool = True):
         self._event_loop = asyncio.get_running_loop()
         self._loop = EngineLoop(engine, vocabulary, queue_limit=queue_limit, overlap=overlap,
-                                on_failure=self._engine_failed)
+                                on_failure=self._engine_failed,
+                                on_step=lambda request, chunk: self.metrics.observe(request, chunk))
+        self.metrics = Metrics(self._loop, info.name)
         self._servicer = GenerationServicer(GenerationService(self._loop, vocabulary, info))
         self._health = health_aio.HealthServicer()
         self._server = grpc.aio.server(options=_OPTIONS)
