@@ -91,6 +91,14 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
                         "every target run, by what was accepted and how long runs take")
     parser.add_argument("--grace_seconds", type=float, default=30.0,
                         help="for running requests after SIGTERM")
+    _certificate_flags(parser, "of the server, PEM; turns TLS on")
+    parser.add_argument("--tls_client_ca", metavar="FILE",
+                        help="clients must have a certificate signed by this one")
+    parser.add_argument("--token_file", metavar="FILE",
+                        help="tokens, one a line; a call must bring one of them. Files are read "
+                             "again when they change")
+    parser.add_argument("--no_reflection", action="store_true",
+                        help="do not tell clients what services there are")
 
 
 def _generate_flags(parser: argparse.ArgumentParser) -> None:
@@ -100,6 +108,11 @@ def _generate_flags(parser: argparse.ArgumentParser) -> None:
                         help='one JSON object a line: "text" or "token_ids", and if you like '
                              '"id" and any of the flags below')
     parser.add_argument("--server", metavar="HOST:PORT", help="use a server, not this process")
+    parser.add_argument("--tls", action="store_true", help="the server has TLS")
+    parser.add_argument("--tls_ca", metavar="FILE",
+                        help="TLS with these certificates to trust, not the usual ones")
+    _certificate_flags(parser, "of this client, PEM")
+    parser.add_argument("--token_file", metavar="FILE", help="its first line is the token to send")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--top_k", type=int, default=0, help="0 is off")
@@ -205,6 +218,11 @@ def _compile_flags(parser: argparse.ArgumentParser) -> None:
                              "not given")
     parser.add_argument("--json", action="store_true",
                         help="one JSON document; a list of them with --all")
+
+
+def _certificate_flags(parser: argparse.ArgumentParser, whose: str) -> None:
+    parser.add_argument("--tls_certificate", metavar="FILE", help=f"certificate {whose}")
+    parser.add_argument("--tls_key", metavar="FILE", help="its private key")
 
 
 def _model_flags(parser: argparse.ArgumentParser) -> None:

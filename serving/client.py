@@ -17,6 +17,7 @@ import grpc.aio
 from tpuspec.protos import generation_pb2 as pb
 from tpuspec.protos import generation_pb2_grpc
 from tpuspec.serving.channel import client_options
+from tpuspec.serving.security import PLAIN_CLIENT, ClientSecurity
 
 
 def make_request(
@@ -64,9 +65,14 @@ class _Process:
 class Client:
     """Asynchronous client; use it as ``async with Client(address) as client``."""
 
-    def __init__(self, address: str):
+    def __init__(self, address: str, security: ClientSecurity = PLAIN_CLIENT):
+        """Raises ValueError on files of ``security`` that cannot be read."""
         _Process.check()
-        self._channel = grpc.aio.insecure_channel(address, options=client_options(address))
+        options, credentials = client_options(address), security.credentials()
+        self._channel = (
+            grpc.aio.insecure_channel(address, options=options) if credentials is None
+            else grpc.aio.secure_channel(address, credentials, options=options))
+        self._metadata = security.metadata
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -87,7 +93,7 @@ class Client:
           grpc.aio.AioRpcError: the server's status.
         """
         _Process.check()
-        call = self._stub.Generate(request, timeout=timeout)
+        call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
         try:
             async for response in call:
                 yield response
@@ -96,15 +102,21 @@ class Client:
 
     async def get_model(self, *, timeout: float | None = 10.0) -> pb.GetModelResponse:
         _Process.check()
-        return await self._stub.GetModel(pb.GetModelRequest(), timeout=timeout)
+        return await self._stub.GetModel(pb.GetModelRequest(), timeout=timeout,
+                                         metadata=self._metadata)
 
 
 class BlockingClient:
     """The same for code without an event loop."""
 
-    def __init__(self, address: str):
+    def __init__(self, address: str, security: ClientSecurity = PLAIN_CLIENT):
+        """Raises ValueError on files of ``security`` that cannot be read."""
         _Process.check()
-        self._channel = grpc.insecure_channel(address, options=client_options(address))
+        options, credentials = client_options(address), security.credentials()
+        self._channel = (
+            grpc.insecure_channel(address, options=options) if credentials is None
+            else grpc.secure_channel(address, credentials, options=options))
+        self._metadata = security.metadata
         self._stub = generation_pb2_grpc.GenerationStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -125,7 +137,8 @@ class BlockingClient:
           grpc.RpcError: the server's status.
         """
         _Process.check()
-        call = self._stub.Generate(make_request(source, **parameters), timeout=timeout)
+        call = self._stub.Generate(make_request(source, **parameters), timeout=timeout,
+                                   metadata=self._metadata)
         try:
             yield from call
         finally:
@@ -133,4 +146,5 @@ class BlockingClient:
 
     def get_model(self, *, timeout: float | None = 10.0) -> pb.GetModelResponse:
         _Process.check()
-        return self._stub.GetModel(pb.GetModelRequest(), timeout=timeout)
+        return self._stub.GetModel(pb.GetModelRequest(), timeout=timeout,
+                                         metadata=self._metadata)

@@ -13,6 +13,7 @@ import grpc.aio
 from tpuspec.protos import generation_pb2 as pb
 from tpuspec.serving.client import Client, make_request
 from tpuspec.serving.records import Failure, Row, read_rows, record
+from tpuspec.serving.security import ClientSecurity, read_token
 
 _MOST_TRIES = 100  # when the server is busy
 
@@ -46,7 +47,10 @@ def _rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 async def _with_server(args: argparse.Namespace, rows: Sequence[Row]) -> int:
-    async with Client(args.server) as client:
+    security = ClientSecurity(
+        tls=args.tls or args.tls_ca is not None, ca=args.tls_ca, certificate=args.tls_certificate,
+        key=args.tls_key, token=None if args.token_file is None else read_token(args.token_file))
+    async with Client(args.server, security) as client:
         try:
             limits = (await client.get_model()).limits
         except grpc.aio.AioRpcError as error:

@@ -7,10 +7,15 @@ from absl import logging
 
 from tpuspec.config import EngineConfig
 from tpuspec.serving import models
+from tpuspec.serving.security import ServerSecurity
 from tpuspec.serving.server import Server
 
 
 def run(args: argparse.Namespace) -> int:
+    security = ServerSecurity(
+        certificate=args.tls_certificate, key=args.tls_key, client_ca=args.tls_client_ca,
+        tokens=args.token_file)
+    security.check()  # before anything is loaded
     with models.pair(args.target, args.draft) as pair:
         plain = pair.draft is None
         config = EngineConfig(
@@ -23,11 +28,13 @@ def run(args: argparse.Namespace) -> int:
     logging.info("platform %s, devices: %s", served.info.platform, ", ".join(served.info.devices))
     logging.info("compiling; the port opens when this is done")
     models.warm_up(served.engine)
-    return asyncio.run(_serve(served, args))
+    return asyncio.run(_serve(served, args, security))
 
 
-async def _serve(served: models.Served, args: argparse.Namespace) -> int:
-    server = Server(served.engine, served.vocabulary, served.info, queue_limit=args.queue_limit)
+async def _serve(served: models.Served, args: argparse.Namespace,
+                 security: ServerSecurity) -> int:
+    server = Server(served.engine, served.vocabulary, served.info, queue_limit=args.queue_limit,
+                    security=security, reflect=not args.no_reflection)
     if args.metrics_port is not None:
         port = server.metrics.serve(args.host, args.metrics_port)
         logging.info("metrics on http://%s:%d/metrics", args.host, port)

@@ -16,6 +16,7 @@ from tpuspec.serving.channel import MESSAGE_OPTIONS
 from tpuspec.serving.engine_loop import EngineLoop
 from tpuspec.serving.interfaces import SlotEngine, Vocabulary
 from tpuspec.serving.metrics import Metrics
+from tpuspec.serving.security import PLAIN_SERVER, ServerSecurity
 from tpuspec.serving.service import GenerationService, ModelInfo
 from tpuspec.serving.servicer import GenerationServicer
 
@@ -39,7 +40,9 @@ class Server:
     """
 
     def __init__(self, engine: SlotEngine, vocabulary: Vocabulary | None, info: ModelInfo, *,
-                 queue_limit: int = 64, overlap: bool = True):
+                 queue_limit: int = 64, overlap: bool = True,
+                 security: ServerSecurity = PLAIN_SERVER, reflect: bool = True):
+        """Raises ValueError on files of ``security`` that cannot be used."""
         self._event_loop = asyncio.get_running_loop()
         self._loop = EngineLoop(engine, vocabulary, queue_limit=queue_limit, overlap=overlap,
                                 on_failure=self._engine_failed,
@@ -47,7 +50,9 @@ class Server:
         self.metrics = Metrics(self._loop, info.name)
         self._servicer = GenerationServicer(GenerationService(self._loop, vocabulary, info))
         self._health = health_aio.HealthServicer()
-        self._server = grpc.aio.server(options=_OPTIONS)
+        self._credentials = security.credentials()
+        self._server = grpc.aio.server(options=_OPTIONS, interceptors=security.interceptors())
+        self._reflect = reflect
         self.failed = asyncio.Event()
 
     async def start(self, address: str) -> int:
@@ -58,11 +63,13 @@ class Server:
         """
         generation_pb2_grpc.add_GenerationServicer_to_server(self._servicer, self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection(
-            (_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
-             reflection.SERVICE_NAME), self._server)
+        if self._reflect:
+            reflection.enable_server_reflection(
+                (_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+                 reflection.SERVICE_NAME), self._server)
         try:
-            port = self._server.add_insecure_port(address)
+            port = (self._server.add_insecure_port(address) if self._credentials is None
+                    else self._server.add_secure_port(address, self._credentials))
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}: {error}") from None
         await self._health.set(_NAME, health_pb2.HealthCheckResponse.SERVING)
