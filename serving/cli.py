@@ -55,6 +55,8 @@ def make_parser() -> argparse.ArgumentParser:
              _batch_flags),
             ("demo", "stream translations of the bundled pair and measure the speed-up",
              _demo_flags),
+            ("bench", "put a server under load; times, throughput and what speculation gains",
+             _bench_flags),
             ("convert", "make a checkpoint of a Hugging Face directory or of a checkpoint",
              _convert_flags),
             ("inspect", "say what a checkpoint is, and what it can be a pair with",
@@ -108,11 +110,7 @@ def _generate_flags(parser: argparse.ArgumentParser) -> None:
                         help='one JSON object a line: "text" or "token_ids", and if you like '
                              '"id" and any of the flags below')
     parser.add_argument("--server", metavar="HOST:PORT", help="use a server, not this process")
-    parser.add_argument("--tls", action="store_true", help="the server has TLS")
-    parser.add_argument("--tls_ca", metavar="FILE",
-                        help="TLS with these certificates to trust, not the usual ones")
-    _certificate_flags(parser, "of this client, PEM")
-    parser.add_argument("--token_file", metavar="FILE", help="its first line is the token to send")
+    _client_flags(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--top_k", type=int, default=0, help="0 is off")
@@ -155,6 +153,23 @@ def _batch_flags(parser: argparse.ArgumentParser) -> None:
                         help="ends an output before this; may be repeated")
     parser.add_argument("--eos_ids", type=_integers(0), default=(), help="ids that end an output")
     parser.add_argument("--ignore_eos", action="store_true", help="run to the length limit")
+
+
+def _bench_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--server", required=True, metavar="HOST:PORT")
+    _client_flags(parser)
+    parser.add_argument("--input", required=True, metavar="FILE.jsonl",
+                        help="requests, as for generate --input; sent in turn")
+    parser.add_argument("--rates", type=_numbers(1e-3), default=(1.0,),
+                        help="requests a second, one after the other")
+    parser.add_argument("--seconds", type=_number(1e-3), default=20.0,
+                        help="of sending, for each rate and mode")
+    parser.add_argument("--first_token_ms", type=_number(0.0),
+                        help="goodput: the first token must come within this time")
+    parser.add_argument("--token_ms", type=_number(0.0),
+                        help="goodput: the later ones must, on average")
+    parser.add_argument("--seed", type=_integer(0), default=0, help="of the times")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
 
 
 def _demo_flags(parser: argparse.ArgumentParser) -> None:
@@ -218,6 +233,14 @@ def _compile_flags(parser: argparse.ArgumentParser) -> None:
                              "not given")
     parser.add_argument("--json", action="store_true",
                         help="one JSON document; a list of them with --all")
+
+
+def _client_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tls", action="store_true", help="the server has TLS")
+    parser.add_argument("--tls_ca", metavar="FILE",
+                        help="TLS with these certificates to trust, not the usual ones")
+    _certificate_flags(parser, "of this client, PEM")
+    parser.add_argument("--token_file", metavar="FILE", help="its first line is the token to send")
 
 
 def _certificate_flags(parser: argparse.ArgumentParser, whose: str) -> None:

@@ -8,7 +8,7 @@
 
 import os
 import types
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any, Self
 
 import grpc
@@ -86,7 +86,7 @@ class Client:
         await self._channel.close(None)
 
     async def generate(self, request: pb.GenerateRequest, *, timeout: float | None = None,
-                       ) -> AsyncIterator[pb.GenerateResponse]:
+                       ) -> AsyncGenerator[pb.GenerateResponse]:
         """Streams the responses; leaving the loop early cancels the request.
 
         Raises:

@@ -47,10 +47,7 @@ def _rows(args: argparse.Namespace) -> Iterator[Row]:
 
 
 async def _with_server(args: argparse.Namespace, rows: Sequence[Row]) -> int:
-    security = ClientSecurity(
-        tls=args.tls or args.tls_ca is not None, ca=args.tls_ca, certificate=args.tls_certificate,
-        key=args.tls_key, token=None if args.token_file is None else read_token(args.token_file))
-    async with Client(args.server, security) as client:
+    async with Client(args.server, client_security(args)) as client:
         try:
             limits = (await client.get_model()).limits
         except grpc.aio.AioRpcError as error:
@@ -61,6 +58,13 @@ async def _with_server(args: argparse.Namespace, rows: Sequence[Row]) -> int:
             return client.generate(request, timeout=args.timeout)
 
         return await _generate(rows, respond, concurrency=2 * limits.slots, as_json=args.json)
+
+
+def client_security(args: argparse.Namespace) -> ClientSecurity:
+    """Of the flags. Raises ValueError on those that do not go together."""
+    return ClientSecurity(
+        tls=args.tls or args.tls_ca is not None, ca=args.tls_ca, certificate=args.tls_certificate,
+        key=args.tls_key, token=None if args.token_file is None else read_token(args.token_file))
 
 
 async def _in_process(args: argparse.Namespace, rows: Sequence[Row]) -> int:

@@ -19,7 +19,7 @@ from tpuspec.serving.client import BlockingClient
 
 @pytest.mark.parametrize("args", [["--help"], ["serve", "--help"], ["generate", "--help"],
                                   ["demo", "--help"], ["plan", "--help"], ["convert", "--help"],
-                                  ["inspect", "--help"], ["batch", "--help"]])
+                                  ["inspect", "--help"], ["batch", "--help"], ["bench", "--help"]])
 def test_help_is_instant_and_imports_no_jax(args):
     code = ("import sys; from tpuspec.serving.cli import main\n"
             "try: main()\n"
