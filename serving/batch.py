@@ -22,7 +22,7 @@ from tpuspec.serving.errors import RequestError
 from tpuspec.serving.records import Failure, Row
 from tpuspec.serving.storage import File
 
-_PARAMETERS = ("temperature", "top_k", "top_p", "stop", "eos_ids", "ignore_eos")
+_PARAMETERS = ("temperature", "top_k", "top_p", "min_p", "stop", "eos_ids", "ignore_eos")
 _OWN = ("seed", "max_new_tokens", "draft_length")  # a line may name them; else the engine's
 # What a later run of the job may not change. Slots and mesh it may.
 _SETTINGS = (*_PARAMETERS, "seed", "max_new_tokens", "draft_length", "source_buckets", "ids")

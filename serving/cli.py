@@ -101,6 +101,7 @@ def _generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--top_k", type=int, default=0, help="0 is off")
     parser.add_argument("--top_p", type=float, default=1.0, help="1 is off")
+    parser.add_argument("--min_p", type=float, default=0.0, help="0 is off")
     parser.add_argument("--seed", type=_integer(0), help="fresh for every source without it")
     parser.add_argument("--max_new_tokens", type=_integer(1))
     parser.add_argument("--draft_length", type=_integer(0), help="0 is plain decoding")
@@ -132,6 +133,7 @@ def _batch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--top_k", type=int, default=0, help="0 is off")
     parser.add_argument("--top_p", type=float, default=1.0, help="1 is off")
+    parser.add_argument("--min_p", type=float, default=0.0, help="0 is off")
     parser.add_argument("--seed", type=_integer(0, 2**64 - 1),
                         help="of the job; with its id it makes each line's seed. Fresh, and kept "
                              "in FILE.job, without it")

@@ -21,7 +21,8 @@ from tpuspec.serving.channel import client_options
 
 def make_request(
         source: str | Sequence[int], *, temperature: float = 0.0, top_k: int = 0,
-        top_p: float = 1.0, seed: int | None = None, max_new_tokens: int | None = None,
+        top_p: float = 1.0, min_p: float = 0.0, seed: int | None = None,
+        max_new_tokens: int | None = None,
         eos_ids: Sequence[int] = (), ignore_eos: bool = False, stop: Sequence[str] = (),
         draft_length: int | None = None, request_id: str = "") -> pb.GenerateRequest:
     """Builds a request from a text or from encoder ids; None leaves the choice to the server.
@@ -33,7 +34,7 @@ def make_request(
         request = pb.GenerateRequest(
             request_id=request_id, eos_ids=eos_ids, ignore_eos=ignore_eos, stop=stop, seed=seed,
             max_new_tokens=max_new_tokens, draft_length=draft_length,
-            sampling=pb.Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
+            sampling=pb.Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
         if isinstance(source, str):
             request.text = source
         else:

@@ -30,8 +30,8 @@ def _rows(args: argparse.Namespace) -> Iterator[Row]:
     """Raises ValueError if the sources come from more than one place, or from none."""
     defaults: Mapping[str, Any] = {
         name: getattr(args, name) for name in (
-            "temperature", "top_k", "top_p", "seed", "max_new_tokens", "draft_length", "stop",
-            "eos_ids", "ignore_eos")}
+            "temperature", "top_k", "top_p", "min_p", "seed", "max_new_tokens", "draft_length",
+            "stop", "eos_ids", "ignore_eos")}
     if args.input is not None:
         if args.text:
             raise ValueError("text must be empty with --input")

@@ -31,7 +31,7 @@ class Request:
     Attributes:
       request_id: the client's name for it, or the server's.
       source: encoder ids, final EOS included.
-      sampling: temperature, top-k, top-p.
+      sampling: how tokens are chosen.
       seed: in [0, 2**64).
       max_new_tokens: EOS included.
       eos_ids: ids that end the output; may be empty.

@@ -59,14 +59,14 @@ class Door:
             seed=message.seed if message.HasField("seed") else secrets.randbits(53))
 
     def _sampling(self, message: pb.Sampling) -> SamplingParams:
-        for name in ("temperature", "top_p"):
+        for name in ("temperature", "top_p", "min_p"):
             value = getattr(message, name)
             if not math.isfinite(value):
                 raise ValueError(f"sampling.{name} must be finite, got {value}")
         try:
             return SamplingParams(
                 temperature=message.temperature, top_k=message.top_k,
-                top_p=message.top_p if message.HasField("top_p") else 1.0)
+                top_p=message.top_p if message.HasField("top_p") else 1.0, min_p=message.min_p)
         except ValueError as error:
             raise ValueError(f"sampling.{error}") from None
 

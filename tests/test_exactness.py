@@ -20,7 +20,7 @@ from tpuspec import kernels
 from tpuspec.decode_state import DecodeState, Slots
 from tpuspec.kernel_choice import KernelChoice
 from tpuspec.kv_cache import DecoderCache
-from tpuspec.sampling import SlotSampling
+from tpuspec.sampling import SamplingParams, SlotSampling
 from tpuspec.speculative_step import step
 
 V, LENGTH = 16, 10
@@ -40,7 +40,8 @@ def _random_chain(seed: int) -> np.ndarray:
 P_CHAIN, Q_CHAIN = _random_chain(1), _random_chain(2)
 
 
-def warped(table: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def warped(table: np.ndarray, temperature: float, top_k: int, top_p: float,
+           min_p: float) -> np.ndarray:
     """The oracle's distribution per column, by sorting, in float64."""
     result = np.zeros_like(table)
     for last in range(table.shape[1]):
@@ -57,6 +58,7 @@ def warped(table: np.ndarray, temperature: float, top_k: int, top_p: float) -> n
         if top_p < 1:
             cut = np.searchsorted(np.cumsum(p[order]), top_p * p.sum()) + 1
             p[order[cut:]] = 0
+        p[p < min_p * p.max()] = 0
         result[:, last] = p / p.sum()
     return result
 
@@ -112,11 +114,9 @@ def sample(*args, **kwargs) -> np.ndarray:
     return sample_with_places(*args, **kwargs)[0]
 
 
-def sample_with_places(target, draft, draft_length, batch, temperature=1.0, top_k=0, top_p=1.0,
-                       outputs=4000) -> np.ndarray:
-    sampling = SlotSampling(temperature_B=jnp.full(batch, temperature, jnp.float32),
-                            top_k_B=jnp.full(batch, top_k, jnp.int32),
-                            top_p_B=jnp.full(batch, top_p, jnp.float32))
+def sample_with_places(target, draft, draft_length, batch, outputs=4000,
+                       **options) -> np.ndarray:
+    sampling = SlotSampling.of([SamplingParams(**{"temperature": 1.0} | options)] * batch)
     run = runner(draft_length, batch, outputs // batch)
     return np.asarray(run(nnx.split(target)[1], nnx.split(draft)[1], sampling))
 
@@ -153,7 +153,7 @@ def check(tokens: np.ndarray, table: np.ndarray) -> float:
 
 SETTINGS = [dict(temperature=t) for t in (0.0, 0.7, 1.0)] + [
     dict(temperature=1.0, top_k=2), dict(temperature=1.0, top_p=0.75),
-    dict(temperature=0.7, top_k=3, top_p=0.9)]
+    dict(temperature=0.7, top_k=3, top_p=0.9), dict(temperature=1.0, min_p=0.3)]
 
 
 @pytest.mark.parametrize("batch", [1, 4])
@@ -162,12 +162,13 @@ def test_outputs_of_a_chain_have_the_targets_distribution(draft_length, batch):
     target, draft = chain(P_CHAIN), chain(Q_CHAIN)
     for setting in SETTINGS:
         tokens = sample(target, draft, draft_length, batch, outputs=2000, **setting)
-        options = {"top_k": 0, "top_p": 1.0} | setting
+        options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | setting
         assert check(tokens, warped(P_CHAIN, **options)) > 1e-4, setting
 
 
 @pytest.mark.parametrize(("setting", "frequencies"), [
     (dict(top_k=2), (0.625, 0.375, 0.0)), (dict(top_p=0.75), (0.625, 0.375, 0.0)),
+    (dict(min_p=0.5), (0.625, 0.375, 0.0)),
     (dict(temperature=0.5), (0.25 / 0.38, 0.09 / 0.38, 0.04 / 0.38))])
 def test_q_in_the_accept_ratio_is_the_distribution_the_draft_was_sampled_from(
         setting, frequencies):

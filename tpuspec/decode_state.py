@@ -44,7 +44,7 @@ class Slots:
       eos_ids_BE: ids that end the output; unused places hold -1.
       draft_limit_B: drafts examined per step at the most; 0 is plain decoding.
       seed_B2: the request's seed as two 32-bit words.
-      sampling: temperature, top-k, top-p.
+      sampling: temperature, top-k, top-p, min-p.
     """
 
     active_B: jax.Array

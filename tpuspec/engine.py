@@ -175,9 +175,7 @@ class Engine:
             max_length_B=one(1 + max_new_tokens, np.int32),
             source_length_B=one(len(source), np.int32), eos_ids_BE=eos,
             draft_limit_B=one(draft_length, np.int32), seed_B2=one(words, np.uint32),
-            sampling=SlotSampling(temperature_B=one(sampling.temperature, np.float32),
-                                  top_k_B=one(sampling.top_k, np.int32),
-                                  top_p_B=one(sampling.top_p, np.float32)))
+            sampling=SlotSampling.of([sampling]))
         self._state = self._run(("insert", bucket), self._state, np.int32(slot), tokens, row)
         self._tenants[slot] = _Tenant(len(source), draft_length)
 

@@ -8,9 +8,11 @@ exact under every option.
 import dataclasses
 import enum
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import random
 from jaxtyping import Array, Float, Int, UInt32
 
@@ -27,11 +29,14 @@ class SamplingParams:
       top_k: keep the k most likely ids; 0 is off. Ids tied with the k-th stay.
       top_p: keep the smallest set of most likely ids with this mass; 1 is off.
         Ids tied with the last of the set stay.
+      min_p: of what is left, keep ids at least this times as likely as the most likely
+        one; 0 is off.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         check_range("temperature", self.temperature, 0.0, 100.0)
@@ -41,10 +46,12 @@ class SamplingParams:
         check_range("top_k", self.top_k, 0, 2**31 - 1)
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        check_range("min_p", self.min_p, 0.0, 1.0)
 
 
 @functools.partial(jax.tree_util.register_dataclass,
-                   data_fields=["temperature_B", "top_k_B", "top_p_B"], meta_fields=[])
+                   data_fields=["temperature_B", "top_k_B", "top_p_B", "min_p_B"],
+                   meta_fields=[])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotSampling:
     """``SamplingParams`` of all slots as arrays [B]."""
@@ -52,6 +59,21 @@ class SlotSampling:
     temperature_B: jax.Array
     top_k_B: jax.Array
     top_p_B: jax.Array
+    min_p_B: jax.Array
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> "SlotSampling":
+        """On the host, a row for each."""
+        def column(name: str, dtype: type) -> np.ndarray:
+            return np.asarray([getattr(one, name) for one in params], dtype)
+
+        return cls(temperature_B=column("temperature", np.float32),
+                   top_k_B=column("top_k", np.int32), top_p_B=column("top_p", np.float32),
+                   min_p_B=column("min_p", np.float32))
+
+    @classmethod
+    def greedy(cls, slots: int) -> "SlotSampling":
+        return jax.tree.map(jnp.asarray, cls.of([SamplingParams()] * slots))
 
     def where(self, active_B: jax.Array) -> "SlotSampling":
         """The same, with the other slots greedy: the cheapest way to sample."""
@@ -60,13 +82,7 @@ class SlotSampling:
 
     def options(self) -> WarpOptions:
         """As kernels take it."""
-        return WarpOptions(self.temperature_B, self.top_k_B, self.top_p_B,
-                           jnp.zeros_like(self.top_p_B))
-
-    @classmethod
-    def greedy(cls, slots: int) -> "SlotSampling":
-        return cls(temperature_B=jnp.zeros(slots, jnp.float32),
-                   top_k_B=jnp.zeros(slots, jnp.int32), top_p_B=jnp.ones(slots, jnp.float32))
+        return WarpOptions(self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B)
 
 
 class Purpose(enum.IntEnum):

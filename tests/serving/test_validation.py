@@ -36,6 +36,8 @@ BARE_DOOR = Door(CONFIG, vocabulary_size=2000, eos_id=1, vocabulary=None)
     (dict(top_p=1.5), r"sampling.top_p must be in \(0, 1\], got 1.5"),
     (dict(top_p=math.nan), "sampling.top_p must be finite, got nan"),
     (dict(top_k=-1), "sampling.top_k must be .*, got -1"),
+    (dict(min_p=1.5), r"sampling.min_p must be in \[0.0, 1.0\], got 1.5"),
+    (dict(min_p=math.nan), "sampling.min_p must be finite, got nan"),
     (dict(eos_ids=[2000]), r"eos_ids\[0\] must be in \[0, 1999\], got 2000"),
     (dict(eos_ids=[5] * 9), "eos_ids must have 0 to 8 ids, got 9"),
     (dict(eos_ids=[5], ignore_eos=True), r"eos_ids must be empty with ignore_eos, got 1 ids"),
