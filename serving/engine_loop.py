@@ -97,7 +97,8 @@ class EngineLoop:
           RequestError: RESOURCE_EXHAUSTED if the queue is full, UNAVAILABLE at the end.
         """
         detokenizer = None if self._vocabulary is None else self._vocabulary.detokenizer()
-        ticket = Ticket(request, stream, OutputText(detokenizer, request.stop), self.clock())
+        ticket = Ticket(request, stream, OutputText(
+            detokenizer, request.stop, unsearched=request.min_new_tokens), self.clock())
         with self._changed:
             if self._closed is not None:
                 raise RequestError(self._closed.code, str(self._closed))
@@ -190,7 +191,7 @@ class EngineLoop:
             self.engine.insert(
                 slot, request.source, sampling=request.sampling, seed=request.seed,
                 max_new_tokens=request.max_new_tokens, eos_ids=request.eos_ids,
-                draft_length=request.draft_length)
+                draft_length=request.draft_length, min_new_tokens=request.min_new_tokens)
         except ValueError as error:
             # The engine refuses before it touches anything: only this request is lost.
             self._leave(slot, ticket)

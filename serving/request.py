@@ -34,6 +34,7 @@ class Request:
       sampling: how tokens are chosen.
       seed: in [0, 2**64).
       max_new_tokens: EOS included.
+      min_new_tokens: before which neither end ids nor stop strings end the output.
       eos_ids: ids that end the output; may be empty.
       stop: strings that end the output.
       draft_length: drafts per step; 0 is plain decoding.
@@ -45,6 +46,7 @@ class Request:
     sampling: SamplingParams
     seed: int
     max_new_tokens: int
+    min_new_tokens: int = 0
     eos_ids: tuple[int, ...]
     stop: tuple[str, ...] = ()
     draft_length: int

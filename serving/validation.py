@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from tpuspec.config import EngineConfig
 from tpuspec.decode_state import MAX_EOS_IDS
 from tpuspec.protos import generation_pb2 as pb
-from tpuspec.sampling import SamplingParams
+from tpuspec.sampling import SamplingParams, check_min_new_tokens
 from tpuspec.serving.interfaces import Vocabulary
 from tpuspec.serving.request import Request
 
@@ -50,10 +50,14 @@ class Door:
         draft_length = (message.draft_length if message.HasField("draft_length")
                         else config.draft_length)
         _check("draft_length", draft_length, 0, config.max_draft_length)
+        eos_ids = self._eos_ids(message)
+        check_min_new_tokens(message.min_new_tokens, max_new_tokens=max_new_tokens,
+                             eos_ids=eos_ids, sampling=sampling,
+                             vocabulary_size=self._vocabulary_size)
         return Request(
             request_id=message.request_id or uuid.uuid4().hex,
             sampling=sampling, max_new_tokens=max_new_tokens, draft_length=draft_length,
-            eos_ids=self._eos_ids(message), stop=self._stop(message.stop),
+            min_new_tokens=message.min_new_tokens, eos_ids=eos_ids, stop=self._stop(message.stop),
             source=self._source(message), deadline=deadline,
             # 53 bits survive every JSON reader, so that an echoed seed can be used again.
             seed=message.seed if message.HasField("seed") else secrets.randbits(53))
@@ -64,9 +68,16 @@ class Door:
             if not math.isfinite(value):
                 raise ValueError(f"sampling.{name} must be finite, got {value}")
         try:
-            return SamplingParams(
+            params = SamplingParams(
                 temperature=message.temperature, top_k=message.top_k,
-                top_p=message.top_p if message.HasField("top_p") else 1.0, min_p=message.min_p)
+                top_p=message.top_p if message.HasField("top_p") else 1.0, min_p=message.min_p,
+                repetition_penalty=message.repetition_penalty if message.HasField(
+                    "repetition_penalty") else 1.0,
+                presence_penalty=message.presence_penalty,
+                frequency_penalty=message.frequency_penalty, logit_bias=dict(message.logit_bias),
+                banned_ids=tuple(message.banned_ids), allowed_ids=tuple(message.allowed_ids))
+            params.check_ids(self._vocabulary_size)
+            return params
         except ValueError as error:
             raise ValueError(f"sampling.{error}") from None
 

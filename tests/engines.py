@@ -59,6 +59,7 @@ class Job:
     max_new_tokens: int = 32
     eos_ids: Sequence[int] = (1,)
     draft_length: int = 4
+    min_new_tokens: int = 0
     start: int = 0
 
 

@@ -14,7 +14,8 @@ from tpuspec.sampling import SamplingParams
 CONFIG = EngineConfig(slots=4, source_buckets=(16,), max_target_length=12,
                       draft_lengths=(0, 3), draft_length=3)
 JOBS = [Job(source=[5 + i, 9, 1], seed=i, eos_ids=(), max_new_tokens=12 - i,
-            sampling=SamplingParams(temperature=float(i % 2)), draft_length=3)
+            sampling=SamplingParams(temperature=float(i % 2), presence_penalty=i / 3,
+                                    banned_ids=(7,) * (i == 2)), draft_length=3)
         for i in range(4)]
 
 

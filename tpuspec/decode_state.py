@@ -11,10 +11,10 @@ import numpy as np
 from jax import lax
 
 from tpuspec.kv_cache import DecoderCache
+from tpuspec.logit_adjustment import NO_ID, SlotAdjustments
 from tpuspec.sampling import SlotSampling
 
 MAX_EOS_IDS = 8
-NO_ID = -1
 
 
 class FinishReason(enum.IntEnum):
@@ -29,7 +29,7 @@ class FinishReason(enum.IntEnum):
 @functools.partial(
     jax.tree_util.register_dataclass, meta_fields=[],
     data_fields=["active_B", "length_B", "last_two_B2", "max_length_B", "source_length_B",
-                 "eos_ids_BE", "draft_limit_B", "seed_B2", "sampling"])
+                 "eos_ids_BE", "draft_limit_B", "seed_B2", "sampling", "adjustments"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slots:
     """Per-slot state.
@@ -45,6 +45,7 @@ class Slots:
       draft_limit_B: drafts examined per step at the most; 0 is plain decoding.
       seed_B2: the request's seed as two 32-bit words.
       sampling: temperature, top-k, top-p, min-p.
+      adjustments: penalties, biases and bans.
     """
 
     active_B: jax.Array
@@ -56,16 +57,23 @@ class Slots:
     draft_limit_B: jax.Array
     seed_B2: jax.Array
     sampling: SlotSampling
+    adjustments: SlotAdjustments
 
     @classmethod
-    def empty(cls, slots: int) -> "Slots":
+    def empty(cls, slots: int, vocabulary_size: int) -> "Slots":
         ints = functools.partial(jnp.zeros, dtype=jnp.int32)
         return cls(active_B=jnp.zeros(slots, bool), length_B=jnp.ones(slots, jnp.int32),
                    last_two_B2=ints((slots, 2)), max_length_B=jnp.ones(slots, jnp.int32),
                    source_length_B=jnp.ones(slots, jnp.int32),
                    eos_ids_BE=jnp.full((slots, MAX_EOS_IDS), NO_ID, jnp.int32),
                    draft_limit_B=ints(slots), seed_B2=jnp.zeros((slots, 2), jnp.uint32),
-                   sampling=SlotSampling.greedy(slots))
+                   sampling=SlotSampling.greedy(slots),
+                   adjustments=SlotAdjustments.none(slots, vocabulary_size))
+
+    @property
+    def adjusting(self) -> jax.Array:
+        """Whether any active slot's logits must be adjusted in the next step; a scalar."""
+        return self.adjustments.needed(self.active_B, self.length_B)
 
     def insert(self, slot: jax.Array, row: "Slots") -> "Slots":
         """Puts the single row of ``row`` in place of the slot's."""

@@ -11,12 +11,13 @@ from jax.sharding import Mesh
 
 from tpuspec import mesh as mesh_lib
 from tpuspec.config import EngineConfig, check_range
-from tpuspec.decode_state import MAX_EOS_IDS, NO_ID, Slots, StepOutput
+from tpuspec.decode_state import MAX_EOS_IDS, Slots, StepOutput
 from tpuspec.kernel_choice import KernelChoice
+from tpuspec.logit_adjustment import NO_ID, SlotAdjustments
 from tpuspec.measurement import CostReport
 from tpuspec.pass_timing import time_passes
 from tpuspec.programs import Key, Programs
-from tpuspec.sampling import SamplingParams, SlotSampling, seed_words
+from tpuspec.sampling import SamplingParams, SlotSampling, check_min_new_tokens, seed_words
 from tpuspec.t5 import T5
 
 Progress = Callable[[str, int, int], None]
@@ -68,7 +69,8 @@ class Engine:
     One thread may use an engine.
 
     Memory beside the weights: both models' caches, 2 L slots (T + S) N H elements
-    each, with T = config.target_positions and S = config.max_source_length.
+    each, with T = config.target_positions and S = config.max_source_length; 8 bytes for
+    each slot and id of the vocabulary.
     """
 
     def __init__(self, target: T5, draft: T5 | None, config: EngineConfig, *,
@@ -137,7 +139,8 @@ class Engine:
                     progress("compile", done, len(pending))
 
     def insert(self, slot: int, source: Sequence[int], *, sampling: SamplingParams, seed: int,
-               max_new_tokens: int, eos_ids: Sequence[int], draft_length: int) -> None:
+               max_new_tokens: int, eos_ids: Sequence[int], draft_length: int,
+               min_new_tokens: int = 0) -> None:
         """Encodes a source once per model and gives it a slot.
 
         Args:
@@ -146,6 +149,7 @@ class Engine:
           max_new_tokens: 1 to config.max_target_length.
           eos_ids: ids that end the output; at most 8, or none.
           draft_length: drafts examined per step; 0 is plain decoding.
+          min_new_tokens: no end id comes before as many others; at most max_new_tokens.
 
         Raises:
           ValueError: names the field, the value and the bound.
@@ -159,6 +163,9 @@ class Engine:
         for name, ids in (("source id", source), ("eos_ids", eos_ids)):
             for value in ids:
                 check_range(name, value, 0, self.vocabulary_size - 1)
+        sampling.check_ids(self.vocabulary_size)
+        check_min_new_tokens(min_new_tokens, max_new_tokens=max_new_tokens, eos_ids=eos_ids,
+                             sampling=sampling, vocabulary_size=self.vocabulary_size)
         words = seed_words(seed)
         bucket = config.source_bucket(len(source))
         tokens = np.zeros((1, bucket), np.int32)
@@ -175,7 +182,9 @@ class Engine:
             max_length_B=one(1 + max_new_tokens, np.int32),
             source_length_B=one(len(source), np.int32), eos_ids_BE=eos,
             draft_limit_B=one(draft_length, np.int32), seed_B2=one(words, np.uint32),
-            sampling=SlotSampling.of([sampling]))
+            sampling=SlotSampling.of([sampling]),
+            adjustments=SlotAdjustments.of([sampling], self.vocabulary_size,
+                                           min_new_tokens=min_new_tokens))
         self._state = self._run(("insert", bucket), self._state, np.int32(slot), tokens, row)
         self._tenants[slot] = _Tenant(len(source), draft_length)
 

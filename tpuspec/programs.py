@@ -78,8 +78,11 @@ class Programs:
             source_positions=self.config.max_source_length, dtype=dtype,
             tiled=self._kernels.tiles(model))
             for model, dtype in zip(self._models, self._dtypes, strict=True)]
-        return DecodeState(slots=Slots.empty(self.config.slots), target_cache=caches[0],
+        return DecodeState(slots=self._empty_slots(self.config.slots), target_cache=caches[0],
                            draft_cache=caches[1] if len(caches) == 2 else None)
+
+    def _empty_slots(self, slots: int) -> Slots:
+        return Slots.empty(slots, self._vocabulary_size)
 
     def state_shardings(self, state: DecodeState) -> DecodeState:
         assert self._mesh is not None
@@ -147,7 +150,7 @@ class Programs:
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
         if name == "insert":
             tokens = jax.ShapeDtypeStruct((1, rest[0]), jnp.int32)
-            return self._insert, (scalar, tokens, jax.eval_shape(lambda: Slots.empty(1)))
+            return self._insert, (scalar, tokens, jax.eval_shape(lambda: self._empty_slots(1)))
         if name == "release":
             return self._release, (scalar,)
         return functools.partial(self._step if name == "step" else self._pass, *rest), ()

@@ -8,7 +8,7 @@ exact under every option.
 import dataclasses
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +31,27 @@ class SamplingParams:
         Ids tied with the last of the set stay.
       min_p: of what is left, keep ids at least this times as likely as the most likely
         one; 0 is off.
+      repetition_penalty: positive logits of ids among the output's tokens so far are
+        divided by it, others multiplied; 1 is off.
+      presence_penalty: taken off the logits of ids among the output's tokens so far.
+      frequency_penalty: the same, times how often each is among them.
+      logit_bias: added to the logits, by id.
+      banned_ids: never come.
+      allowed_ids: all other ids never come; empty is off.
+
+    They act in this order: penalties, bias, bans, temperature, top-k, top-p, min-p.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    banned_ids: Sequence[int] = ()
+    allowed_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         check_range("temperature", self.temperature, 0.0, 100.0)
@@ -47,6 +62,50 @@ class SamplingParams:
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
         check_range("min_p", self.min_p, 0.0, 1.0)
+        # Bounded, so that finite logits stay finite.
+        check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for token, value in self.logit_bias.items():
+            check_range(f"logit_bias[{token}]", value, -100.0, 100.0)
+
+    def check_ids(self, vocabulary_size: int) -> None:
+        """Raises ValueError on ids that do not exist, and if none may come."""
+        for token in self.logit_bias:
+            check_range("logit_bias id", token, 0, vocabulary_size - 1)
+        for name in ("banned_ids", "allowed_ids"):
+            ids = getattr(self, name)
+            if len(ids) > vocabulary_size:
+                raise ValueError(f"{name} must have at most {vocabulary_size} ids, got {len(ids)}")
+            for place, value in enumerate(ids):
+                check_range(f"{name}[{place}]", value, 0, vocabulary_size - 1)
+        if (self.banned_ids or self.allowed_ids) and not self.leaves_without((), vocabulary_size):
+            if self.allowed_ids:
+                raise ValueError("allowed_ids must have an id that is not one of banned_ids, got "
+                                 f"{len(set(self.allowed_ids))} ids, all banned")
+            raise ValueError(f"banned_ids must leave one of {vocabulary_size} ids, got all")
+
+    def leaves_without(self, ids: Iterable[int], vocabulary_size: int) -> bool:
+        """Whether an id other than these may come."""
+        return bool((np.delete(self.bias(vocabulary_size), list(ids)) > -np.inf).any())
+
+    def bias(self, vocabulary_size: int) -> np.ndarray:
+        """[V] float32 what is added to the logits; -inf for ids that never come."""
+        bias = np.zeros(vocabulary_size, np.float32)
+        bias[list(self.logit_bias)] = list(self.logit_bias.values())
+        bias[list(self.banned_ids)] = -np.inf
+        if self.allowed_ids:
+            bias[np.delete(np.arange(vocabulary_size), list(self.allowed_ids))] = -np.inf
+        return bias
+
+
+def check_min_new_tokens(value: int, *, max_new_tokens: int, eos_ids: Sequence[int],
+                         sampling: SamplingParams, vocabulary_size: int) -> None:
+    """Raises ValueError if so many tokens without an end id cannot come."""
+    check_range("min_new_tokens", value, 0, max_new_tokens)
+    if value and not sampling.leaves_without(eos_ids, vocabulary_size):
+        raise ValueError("min_new_tokens must be 0 where banned_ids and allowed_ids leave only "
+                         f"end ids, got {value}")
 
 
 @functools.partial(jax.tree_util.register_dataclass,

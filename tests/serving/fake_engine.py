@@ -114,7 +114,8 @@ class FakeEngine:
         self._ready = 0.0
         self._thread: int | None = None
 
-    def insert(self, slot, source, *, sampling, seed, max_new_tokens, eos_ids, draft_length):
+    def insert(self, slot, source, *, sampling, seed, max_new_tokens, eos_ids, draft_length,
+               min_new_tokens=0):
         self._check_thread()
         assert 0 <= slot < self.config.slots
         assert slot not in self.rows, f"slot {slot} is taken"

@@ -90,3 +90,17 @@ def test_stop_is_found_in_text_that_comes_with_the_flush():
 def test_without_a_vocabulary_there_is_no_text():
     text = OutputText(None, [])
     assert text.push(5) + text.flush() == ""
+
+
+def test_no_stop_is_looked_for_in_the_text_of_the_first_ids():
+    class Letters:
+        def push(self, ids):
+            return "".join(chr(i) for i in ids)
+
+        def flush(self):
+            return ""
+
+    for unsearched, shown in ((0, ""), (1, "ab"), (2, "ab"), (3, "abab"), (4, "abab"),
+                              (7, "abababc")):
+        text = OutputText(Letters(), ["ab"], unsearched=unsearched)
+        assert "".join(text.push(ord(c)) for c in "abababc") + text.flush() == shown, unsearched
