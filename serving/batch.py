@@ -78,7 +78,7 @@ def _identity(source: File, survey: Survey, pair: models.Pair, dtype: str | None
 def _answer_all(args: argparse.Namespace, pair: models.Pair, source: File, survey: Survey,
                 job: Job) -> dict[str, Any]:
     """Every line that has no record yet gets one; returns the rates of this run."""
-    defaults: dict[str, Any] = {name: getattr(args, name) for name in OPTIONS}
+    defaults: dict[str, Any] = {name: job.settings[name] for name in OPTIONS}
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(local.start(
             pair, slots=args.slots, source_buckets=args.source_buckets,

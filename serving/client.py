@@ -21,7 +21,7 @@ from tpuspec.serving.channel import client_options
 # Parameters of ``make_request`` that are the same for many sources.
 OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
            "frequency_penalty", "logit_bias", "banned_ids", "allowed_ids", "min_new_tokens",
-           "stop", "eos_ids", "ignore_eos")
+           "stop", "eos_ids", "ignore_eos", "logprobs")
 
 
 def make_request(
@@ -32,7 +32,8 @@ def make_request(
         banned_ids: Sequence[int] = (), allowed_ids: Sequence[int] = (),
         seed: int | None = None, max_new_tokens: int | None = None, min_new_tokens: int = 0,
         eos_ids: Sequence[int] = (), ignore_eos: bool = False, stop: Sequence[str] = (),
-        draft_length: int | None = None, request_id: str = "") -> pb.GenerateRequest:
+        draft_length: int | None = None, logprobs: int | None = None, request_id: str = "",
+        ) -> pb.GenerateRequest:
     """Builds a request from a text or from encoder ids; None leaves the choice to the server.
 
     The ids of ``logit_bias`` may be strings, as in JSON.
@@ -44,7 +45,7 @@ def make_request(
         request = pb.GenerateRequest(
             request_id=request_id, eos_ids=eos_ids, ignore_eos=ignore_eos, stop=stop, seed=seed,
             max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
-            draft_length=draft_length, sampling=pb.Sampling(
+            draft_length=draft_length, logprobs=logprobs, sampling=pb.Sampling(
                 temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
                 repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
                 frequency_penalty=frequency_penalty,

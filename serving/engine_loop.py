@@ -191,7 +191,8 @@ class EngineLoop:
             self.engine.insert(
                 slot, request.source, sampling=request.sampling, seed=request.seed,
                 max_new_tokens=request.max_new_tokens, eos_ids=request.eos_ids,
-                draft_length=request.draft_length, min_new_tokens=request.min_new_tokens)
+                draft_length=request.draft_length, min_new_tokens=request.min_new_tokens,
+                logprobs=request.logprobs is not None)
         except ValueError as error:
             # The engine refuses before it touches anything: only this request is lost.
             self._leave(slot, ticket)

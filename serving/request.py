@@ -38,6 +38,8 @@ class Request:
       eos_ids: ids that end the output; may be empty.
       stop: strings that end the output.
       draft_length: drafts per step; 0 is plain decoding.
+      logprobs: number of most likely ids whose log-probabilities come with every token,
+        beside the token's own; None is none at all.
       deadline: by the engine loop's clock, in seconds; None is never.
     """
 
@@ -50,16 +52,24 @@ class Request:
     eos_ids: tuple[int, ...]
     stop: tuple[str, ...] = ()
     draft_length: int
+    logprobs: int | None = None
     deadline: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Token:
-    """One new token and the text that became certain with it."""
+    """One new token and the text that became certain with it.
+
+    Attributes:
+      logprob: its log-probability under the target itself, if asked for.
+      top_logprobs: ids and log-probabilities of the most likely ones, best first.
+    """
 
     id: int
     origin: Origin
     text: str
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

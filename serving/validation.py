@@ -14,6 +14,7 @@ from tpuspec.protos import generation_pb2 as pb
 from tpuspec.sampling import SamplingParams, check_min_new_tokens
 from tpuspec.serving.interfaces import Vocabulary
 from tpuspec.serving.request import Request
+from tpuspec.token_logprobs import MAX_TOP_LOGPROBS
 
 MAX_REQUEST_ID = 256  # characters
 MAX_STOPS = 8
@@ -50,6 +51,9 @@ class Door:
         draft_length = (message.draft_length if message.HasField("draft_length")
                         else config.draft_length)
         _check("draft_length", draft_length, 0, config.max_draft_length)
+        logprobs = message.logprobs if message.HasField("logprobs") else None
+        if logprobs is not None:
+            _check("logprobs", logprobs, 0, min(MAX_TOP_LOGPROBS, self._vocabulary_size))
         eos_ids = self._eos_ids(message)
         check_min_new_tokens(message.min_new_tokens, max_new_tokens=max_new_tokens,
                              eos_ids=eos_ids, sampling=sampling,
@@ -58,7 +62,7 @@ class Door:
             request_id=message.request_id or uuid.uuid4().hex,
             sampling=sampling, max_new_tokens=max_new_tokens, draft_length=draft_length,
             min_new_tokens=message.min_new_tokens, eos_ids=eos_ids, stop=self._stop(message.stop),
-            source=self._source(message), deadline=deadline,
+            source=self._source(message), deadline=deadline, logprobs=logprobs,
             # 53 bits survive every JSON reader, so that an echoed seed can be used again.
             seed=message.seed if message.HasField("seed") else secrets.randbits(53))
 

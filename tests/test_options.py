@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 from engines import LONG, TINY, Job, engine_with, run, solo
 from flax import nnx
-from programmable import anti, chain_of_logits, count, rand
+from programmable import anti, chain_of_logits, count, fixed, rand
 from sampling_oracle import adjust
 
 from tpuspec.decode_state import FinishReason
 from tpuspec.engine import Engine
 from tpuspec.sampling import SamplingParams
+from tpuspec.token_logprobs import token_logprobs
 
 RAND = dict(vocab=48)
 OPTIONS = {
@@ -189,3 +190,66 @@ def test_non_finite_logits_are_still_found_under_options():
         cache, cross_v=(cache.cross_v[0].at[0].set(jnp.nan), *cache.cross_v[1:])))
     output = engine.step().read()
     assert output.finish[0] == FinishReason.NON_FINITE and output.num_tokens[0] == 0
+
+
+# ---- log-probabilities -------------------------------------------------------
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    logits = logits.astype(np.float64)
+    return logits - logits.max() - np.log(np.exp(logits - logits.max()).sum())
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0},
+                                     OPTIONS["all"] | {"temperature": 0.5, "top_k": 5}])
+def test_logprobs_are_the_targets_own_of_each_emitted_token(options):
+    """Not the draft's, not another position's, not those after warps: against a pass over
+    the finished output without a cache."""
+    engine = rand_engine()
+    for k in (0, 1, 4):
+        asked = job(options, logprobs=True, eos_ids=(7,), min_new_tokens=9, draft_length=k, seed=3)
+        found = solo(engine, asked)
+        assert len(found.logprobs) == len(found.ids) >= 10
+        logits = target_logits([0, *found.ids[:-1]])
+        for i, token in enumerate(found.ids):
+            expected = log_softmax(logits[i])
+            assert abs(found.logprobs[i] - expected[token]) < 1e-4
+            ids, values = zip(*found.top[i], strict=True)
+            assert len(ids) == 20
+            np.testing.assert_allclose(values, np.sort(expected)[::-1][:20], atol=1e-4)
+            np.testing.assert_allclose(expected[list(ids)], values, atol=1e-4)
+
+
+def test_logprobs_of_accepted_corrected_and_bonus_tokens_are_the_closed_form():
+    p, q = {5: 0.5, 6: 0.3, 7: 0.2}, {5: 0.2, 6: 0.3, 7: 0.5}
+    engine = engine_with(fixed(p), fixed(q), LONG)
+    jobs = [job({"temperature": 1.0}, source=[1], logprobs=i != 1, seed=i, draft_length=k)
+            for i, k in enumerate((4, 4, 0, 2))]
+    results = run(engine, jobs)
+    for i, result in enumerate(results):
+        if i != 1:
+            np.testing.assert_allclose(result.logprobs, np.log([p[t] for t in result.ids]),
+                                       atol=1e-5)
+            assert all([t for t, _ in top[:3]] == [5, 6, 7] for top in result.top)
+    assert 0 < results[0].stats.accepted < results[0].stats.examined
+    assert [r.ids for r in results] == [
+        solo(engine, dataclasses.replace(one, logprobs=False)).ids for one in jobs]
+
+
+def test_ids_that_do_not_exist_have_no_share_in_logprobs():
+    logits = np.linspace(-3, 3, 32)
+    found = token_logprobs(jnp.asarray(logits, jnp.float32)[None, None], jnp.asarray([[5]]),
+                           jnp.asarray(True), 24)
+    expected = log_softmax(logits[:24])
+    np.testing.assert_allclose(found.tokens, expected[None, None, 5], atol=1e-5)
+    np.testing.assert_allclose(found.top[0, 0], expected[:3:-1], atol=1e-5)
+    assert found.top_ids[0, 0].tolist() == list(range(23, 3, -1))
+
+
+def test_nothing_is_computed_where_no_running_request_asks():
+    engine = rand_engine()
+    solo(engine, job({}, logprobs=True))
+    engine.insert(0, SOURCE, sampling=SamplingParams(), seed=0, max_new_tokens=32, eos_ids=(),
+                  draft_length=4)
+    output = engine.step().read()
+    assert output.num_tokens[0] and not any(np.asarray(x).any() for x in output.logprobs)

@@ -13,6 +13,7 @@ from jax import lax
 from tpuspec.kv_cache import DecoderCache
 from tpuspec.logit_adjustment import NO_ID, SlotAdjustments
 from tpuspec.sampling import SlotSampling
+from tpuspec.token_logprobs import TokenLogprobs
 
 MAX_EOS_IDS = 8
 
@@ -29,7 +30,8 @@ class FinishReason(enum.IntEnum):
 @functools.partial(
     jax.tree_util.register_dataclass, meta_fields=[],
     data_fields=["active_B", "length_B", "last_two_B2", "max_length_B", "source_length_B",
-                 "eos_ids_BE", "draft_limit_B", "seed_B2", "sampling", "adjustments"])
+                 "eos_ids_BE", "draft_limit_B", "seed_B2", "sampling", "adjustments",
+                 "logprobs_B"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slots:
     """Per-slot state.
@@ -46,6 +48,7 @@ class Slots:
       seed_B2: the request's seed as two 32-bit words.
       sampling: temperature, top-k, top-p, min-p.
       adjustments: penalties, biases and bans.
+      logprobs_B: whether the request asks for log-probabilities.
     """
 
     active_B: jax.Array
@@ -58,6 +61,7 @@ class Slots:
     seed_B2: jax.Array
     sampling: SlotSampling
     adjustments: SlotAdjustments
+    logprobs_B: jax.Array
 
     @classmethod
     def empty(cls, slots: int, vocabulary_size: int) -> "Slots":
@@ -68,7 +72,8 @@ class Slots:
                    eos_ids_BE=jnp.full((slots, MAX_EOS_IDS), NO_ID, jnp.int32),
                    draft_limit_B=ints(slots), seed_B2=jnp.zeros((slots, 2), jnp.uint32),
                    sampling=SlotSampling.greedy(slots),
-                   adjustments=SlotAdjustments.none(slots, vocabulary_size))
+                   adjustments=SlotAdjustments.none(slots, vocabulary_size),
+                   logprobs_B=jnp.zeros(slots, bool))
 
     @property
     def adjusting(self) -> jax.Array:
@@ -105,6 +110,7 @@ class StepOutput(NamedTuple):
         a rejection, or cut by EOS or the length cap, were never judged.
       finish: [B] FinishReason.
       overlap: [B] float32 Σ min(p, q) summed over the examined positions.
+      logprobs: of the tokens.
     """
 
     tokens: jax.Array | np.ndarray
@@ -114,16 +120,20 @@ class StepOutput(NamedTuple):
     examined: jax.Array | np.ndarray
     finish: jax.Array | np.ndarray
     overlap: jax.Array | np.ndarray
+    logprobs: TokenLogprobs
 
     def pack(self) -> jax.Array:
-        """One int32 array [B, G + 6]: one host copy a step."""
+        """One int32 array [B, 6 + G + G (1 + 2 N)]: one host copy a step."""
         columns = [jnp.asarray(x) for x in self[1:6]]
         columns.append(lax.bitcast_convert_type(jnp.asarray(self.overlap), jnp.int32))
-        return jnp.concatenate([jnp.asarray(self.tokens), jnp.stack(columns, axis=1)], axis=1)
+        return jnp.concatenate([jnp.stack(columns, axis=1), jnp.asarray(self.tokens),
+                                self.logprobs.pack()], axis=1)
 
     @classmethod
-    def unpack(cls, packed: np.ndarray) -> "StepOutput":
-        counts = np.ascontiguousarray(packed[:, -6:].T)
-        return cls(tokens=packed[:, :-6], num_tokens=counts[0], drafted=counts[1],
+    def unpack(cls, packed: np.ndarray, width: int) -> "StepOutput":
+        """Args: width: G."""
+        counts = np.ascontiguousarray(packed[:, :6].T)
+        return cls(tokens=packed[:, 6:6 + width], num_tokens=counts[0], drafted=counts[1],
                    accepted=counts[2], examined=counts[3], finish=counts[4],
-                   overlap=counts[5].view(np.float32))
+                   overlap=counts[5].view(np.float32),
+                   logprobs=TokenLogprobs.unpack(packed[:, 6 + width:], width))

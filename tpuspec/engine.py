@@ -53,7 +53,7 @@ class StepHandle:
         self._finished = finished
 
     def read(self) -> StepOutput:
-        output = StepOutput.unpack(np.asarray(self._packed))
+        output = StepOutput.unpack(np.asarray(self._packed), self.draft_length + 1)
         for slot, tenant in self._tenants.items():
             if output.finish[slot]:
                 self._finished(slot, tenant)
@@ -140,7 +140,7 @@ class Engine:
 
     def insert(self, slot: int, source: Sequence[int], *, sampling: SamplingParams, seed: int,
                max_new_tokens: int, eos_ids: Sequence[int], draft_length: int,
-               min_new_tokens: int = 0) -> None:
+               min_new_tokens: int = 0, logprobs: bool = False) -> None:
         """Encodes a source once per model and gives it a slot.
 
         Args:
@@ -150,6 +150,7 @@ class Engine:
           eos_ids: ids that end the output; at most 8, or none.
           draft_length: drafts examined per step; 0 is plain decoding.
           min_new_tokens: no end id comes before as many others; at most max_new_tokens.
+          logprobs: whether to compute the tokens' log-probabilities.
 
         Raises:
           ValueError: names the field, the value and the bound.
@@ -184,7 +185,8 @@ class Engine:
             draft_limit_B=one(draft_length, np.int32), seed_B2=one(words, np.uint32),
             sampling=SlotSampling.of([sampling]),
             adjustments=SlotAdjustments.of([sampling], self.vocabulary_size,
-                                           min_new_tokens=min_new_tokens))
+                                           min_new_tokens=min_new_tokens),
+            logprobs_B=one(logprobs, np.bool_))
         self._state = self._run(("insert", bucket), self._state, np.int32(slot), tokens, row)
         self._tenants[slot] = _Tenant(len(source), draft_length)
 

@@ -13,6 +13,7 @@ from tpuspec.kv_cache import DecoderCache
 from tpuspec.logit_adjustment import NO_ID
 from tpuspec.sampling import Purpose, uniforms
 from tpuspec.t5 import T5
+from tpuspec.token_logprobs import TokenLogprobs, token_logprobs
 
 
 def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
@@ -82,7 +83,10 @@ def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
             jnp.where(index == accepted_B[:, None], outcome.next_token_B[:, None], 0))
         examined_Bγ = jnp.arange(draft_length)[None, :] < limit_B[:, None]
         sound_B = outcome.sound_B & jnp.all(drafted.sound_B | ~examined_Bγ, axis=1)
-        slots, output = commit(slots, tokens_BG, accepted_B, limit_B, outcome.overlap_Bγ, sound_B)
+        asked = jnp.any(slots.active_B & slots.logprobs_B)
+        logprobs = token_logprobs(logits_BGV, tokens_BG, asked, vocabulary_size)
+        slots, output = commit(slots, tokens_BG, logprobs, accepted_B, limit_B,
+                               outcome.overlap_Bγ, sound_B)
     return DecodeState(slots=slots, target_cache=target_cache, draft_cache=draft_cache), output
 
 
@@ -147,8 +151,9 @@ def propose(draft: T5, slots: Slots, cache: DecoderCache, coins_Bγ: jax.Array,
     return drafted, logits_BγV, cache
 
 
-def commit(slots: Slots, tokens_BG: jax.Array, accepted_B: jax.Array, limit_B: jax.Array,
-           overlap_Bγ: jax.Array, sound_B: jax.Array) -> tuple[Slots, StepOutput]:
+def commit(slots: Slots, tokens_BG: jax.Array, logprobs: TokenLogprobs, accepted_B: jax.Array,
+           limit_B: jax.Array, overlap_Bγ: jax.Array, sound_B: jax.Array,
+           ) -> tuple[Slots, StepOutput]:
     """Cuts at the first EOS and at the length cap, and moves the lengths.
 
     That is the whole rollback: K/V beyond the new length is dead.
@@ -181,7 +186,8 @@ def commit(slots: Slots, tokens_BG: jax.Array, accepted_B: jax.Array, limit_B: j
         index[:, :-1] < examined_B[:, None], overlap_Bγ, 0.0), axis=1)
     output = StepOutput(
         tokens=tokens_BG, num_tokens=num_B, drafted=jnp.where(slots.active_B, limit_B, 0),
-        accepted=kept_B, examined=examined_B, finish=finish_B, overlap=overlap_B)
+        accepted=kept_B, examined=examined_B, finish=finish_B, overlap=overlap_B,
+        logprobs=logprobs)
     adjustments = slots.adjustments.commit(
         jnp.where(index < num_B[:, None], tokens_BG, NO_ID), slots.active_B)
     running_B = slots.active_B & (finish_B == FinishReason.NONE)

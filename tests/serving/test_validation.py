@@ -51,6 +51,8 @@ BARE_DOOR = Door(CONFIG, vocabulary_size=2000, eos_id=1, vocabulary=None)
     (dict(banned_ids=range(2000)), "sampling.banned_ids must leave one of 2000 ids, got all"),
     (dict(banned_ids=[3, 4], allowed_ids=[3]), "sampling.allowed_ids must have an id that is not "
      "one of banned_ids, got 1 ids, all banned"),
+    (dict(logprobs=21), r"logprobs must be in \[0, 20\], got 21"),
+    (dict(logprobs=-1), r"logprobs must be in \[0, 20\], got -1"),
     (dict(min_new_tokens=-1), r"min_new_tokens must be in \[0, 100\], got -1"),
     (dict(min_new_tokens=6, max_new_tokens=5), r"min_new_tokens must be in \[0, 5\], got 6"),
     (dict(min_new_tokens=1, allowed_ids=[1]), "min_new_tokens must be 0 where banned_ids and "
@@ -92,11 +94,13 @@ def test_defaults_are_greedy_and_the_servers_limits():
 def test_options_reach_the_request():
     request = DOOR.check(make_request(
         "one", min_p=0.25, repetition_penalty=1.5, presence_penalty=-1.0, frequency_penalty=0.5,
-        logit_bias={"7": 2.5, 9: -100}, banned_ids=[4], allowed_ids=[1, 5], min_new_tokens=3))
+        logit_bias={"7": 2.5, 9: -100}, banned_ids=[4], allowed_ids=[1, 5], min_new_tokens=3,
+        logprobs=0))
     assert request.sampling == SamplingParams(
         min_p=0.25, repetition_penalty=1.5, presence_penalty=-1.0, frequency_penalty=0.5,
         logit_bias={7: 2.5, 9: -100.0}, banned_ids=(4,), allowed_ids=(1, 5))
-    assert request.min_new_tokens == 3
+    assert (request.min_new_tokens, request.logprobs) == (3, 0)
+    assert DOOR.check(make_request("one")).logprobs is None
     assert DOOR.check(make_request([5], allowed_ids=[1])).sampling.allowed_ids == (1,)
 
 
