@@ -153,6 +153,8 @@ def _option_flags(parser: argparse.ArgumentParser) -> None:
                         help="ends the output before this; may be repeated")
     parser.add_argument("--eos_ids", type=_integers(0), default=(), help="ids that end the output")
     parser.add_argument("--ignore_eos", action="store_true", help="run to the length limit")
+    parser.add_argument("--decoder_prompt", default="", metavar="TEXT",
+                        help="what the output begins with; not part of what comes out")
     parser.add_argument("--logprobs", type=_integer(0), metavar="N",
                         help="log-probabilities of the tokens and of the N most likely ids at "
                              "their places, in JSON")

@@ -21,7 +21,7 @@ from tpuspec.serving.channel import client_options
 # Parameters of ``make_request`` that are the same for many sources.
 OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
            "frequency_penalty", "logit_bias", "banned_ids", "allowed_ids", "min_new_tokens",
-           "stop", "eos_ids", "ignore_eos", "logprobs")
+           "stop", "eos_ids", "ignore_eos", "decoder_prompt", "logprobs")
 
 
 def make_request(
@@ -32,7 +32,8 @@ def make_request(
         banned_ids: Sequence[int] = (), allowed_ids: Sequence[int] = (),
         seed: int | None = None, max_new_tokens: int | None = None, min_new_tokens: int = 0,
         eos_ids: Sequence[int] = (), ignore_eos: bool = False, stop: Sequence[str] = (),
-        draft_length: int | None = None, logprobs: int | None = None, request_id: str = "",
+        decoder_prompt: str | Sequence[int] = "", draft_length: int | None = None,
+        logprobs: int | None = None, request_id: str = "",
         ) -> pb.GenerateRequest:
     """Builds a request from a text or from encoder ids; None leaves the choice to the server.
 
@@ -56,6 +57,10 @@ def make_request(
         else:
             request.token_ids.SetInParent()
             request.token_ids.ids.extend(source)
+        if not isinstance(decoder_prompt, str):
+            request.decoder_token_ids.ids.extend(decoder_prompt)
+        elif decoder_prompt:
+            request.decoder_text = decoder_prompt
     except TypeError as error:
         raise ValueError(str(error)) from None
     return request

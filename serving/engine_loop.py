@@ -98,7 +98,8 @@ class EngineLoop:
         """
         detokenizer = None if self._vocabulary is None else self._vocabulary.detokenizer()
         ticket = Ticket(request, stream, OutputText(
-            detokenizer, request.stop, unsearched=request.min_new_tokens), self.clock())
+            detokenizer, request.stop, prompt=request.decoder_prompt,
+            unsearched=request.min_new_tokens), self.clock())
         with self._changed:
             if self._closed is not None:
                 raise RequestError(self._closed.code, str(self._closed))
@@ -192,7 +193,7 @@ class EngineLoop:
                 slot, request.source, sampling=request.sampling, seed=request.seed,
                 max_new_tokens=request.max_new_tokens, eos_ids=request.eos_ids,
                 draft_length=request.draft_length, min_new_tokens=request.min_new_tokens,
-                logprobs=request.logprobs is not None)
+                decoder_prompt=request.decoder_prompt, logprobs=request.logprobs is not None)
         except ValueError as error:
             # The engine refuses before it touches anything: only this request is lost.
             self._leave(slot, ticket)
@@ -211,7 +212,8 @@ class EngineLoop:
                 self._fail(ticket, error)
                 continue
             self.stats += chunk.steps
-            self._deliver(slot, ticket, chunk)
+            if chunk.tokens or chunk.finish is not None:  # else within the decoder prompt
+                self._deliver(slot, ticket, chunk)
 
     def _deliver(self, slot: int, ticket: Ticket, chunk: TokenChunk) -> None:
         if chunk.finish is not None:

@@ -57,13 +57,16 @@ class OutputText:
     """The text of one request's output, id by id.
 
     Args:
+      prompt: ids before the output, whose text is not shown: what is shown continues it.
       unsearched: ids in whose text no stop is looked for: it is shown as it comes, so that
         a stop cannot begin in it either.
     """
 
-    def __init__(self, detokenizer: Detokenizer | None, stops: Sequence[str],
-                 unsearched: int = 0):
+    def __init__(self, detokenizer: Detokenizer | None, stops: Sequence[str], *,
+                 prompt: Sequence[int] = (), unsearched: int = 0):
         self._detokenizer = detokenizer
+        if detokenizer is not None:
+            detokenizer.push(prompt)
         self._unsearched = unsearched
         self._stops = StopStrings(stops)
 

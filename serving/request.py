@@ -38,6 +38,7 @@ class Request:
       eos_ids: ids that end the output; may be empty.
       stop: strings that end the output.
       draft_length: drafts per step; 0 is plain decoding.
+      decoder_prompt: ids that the output begins with; not sent back.
       logprobs: number of most likely ids whose log-probabilities come with every token,
         beside the token's own; None is none at all.
       deadline: by the engine loop's clock, in seconds; None is never.
@@ -52,6 +53,7 @@ class Request:
     eos_ids: tuple[int, ...]
     stop: tuple[str, ...] = ()
     draft_length: int
+    decoder_prompt: tuple[int, ...] = ()
     logprobs: int | None = None
     deadline: float | None = None
 

@@ -45,9 +45,13 @@ class Door:
         _check_length("request_id", len(message.request_id), 0, MAX_REQUEST_ID, "characters")
         # The cheap fields first: a refusal should not wait for the tokenizer.
         sampling = self._sampling(message.sampling)
-        max_new_tokens = (message.max_new_tokens if message.HasField("max_new_tokens")
-                          else config.max_target_length)
-        _check("max_new_tokens", max_new_tokens, 1, config.max_target_length)
+        if message.HasField("max_new_tokens"):
+            _check("max_new_tokens", message.max_new_tokens, 1, config.max_target_length)
+            decoder_prompt = self._decoder_prompt(message, message.max_new_tokens)
+            max_new_tokens = message.max_new_tokens
+        else:
+            decoder_prompt = self._decoder_prompt(message, 1)
+            max_new_tokens = config.max_target_length - len(decoder_prompt)
         draft_length = (message.draft_length if message.HasField("draft_length")
                         else config.draft_length)
         _check("draft_length", draft_length, 0, config.max_draft_length)
@@ -63,6 +67,7 @@ class Door:
             sampling=sampling, max_new_tokens=max_new_tokens, draft_length=draft_length,
             min_new_tokens=message.min_new_tokens, eos_ids=eos_ids, stop=self._stop(message.stop),
             source=self._source(message), deadline=deadline, logprobs=logprobs,
+            decoder_prompt=decoder_prompt,
             # 53 bits survive every JSON reader, so that an echoed seed can be used again.
             seed=message.seed if message.HasField("seed") else secrets.randbits(53))
 
@@ -126,6 +131,26 @@ class Door:
         if len(ids) > limit:
             raise ValueError(f"{name} must have at most {limit} tokens with the final "
                              f"end-of-sequence id, got {len(ids)}")
+        return tuple(ids)
+
+    def _decoder_prompt(self, message: pb.GenerateRequest, new_tokens: int) -> tuple[int, ...]:
+        """Args: new_tokens: for which there must be room behind it."""
+        match name := message.WhichOneof("decoder_prompt"):
+            case "decoder_text":
+                if self._vocabulary is None:
+                    raise ValueError("decoder_text needs a vocabulary and this model has none: "
+                                     "send decoder_token_ids")
+                _check_length(name, len(message.decoder_text), 0, MAX_TEXT, "characters")
+                ids = self._vocabulary.encode(message.decoder_text)[:-1]
+            case "decoder_token_ids":
+                ids = list(message.decoder_token_ids.ids)
+            case _:
+                return ()
+        limit = self._config.max_target_length
+        if len(ids) > limit - new_tokens:
+            raise ValueError(f"{name} must have at most {limit - new_tokens} tokens, which is "
+                             f"{limit} less max_new_tokens (or 1), got {len(ids)}")
+        self._check_ids(name, ids)
         return tuple(ids)
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:

@@ -60,6 +60,7 @@ class Job:
     eos_ids: Sequence[int] = (1,)
     draft_length: int = 4
     min_new_tokens: int = 0
+    decoder_prompt: Sequence[int] = ()
     logprobs: bool = False
     start: int = 0
 

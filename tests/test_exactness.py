@@ -116,16 +116,17 @@ def sample(*args, **kwargs) -> np.ndarray:
 
 
 def sample_with_places(target, draft, draft_length, batch, outputs=4000, min_new_tokens=0,
-                       eos_ids=(), **options) -> np.ndarray:
+                       eos_ids=(), prompt=(), **options) -> np.ndarray:
     params = [SamplingParams(**{"temperature": 1.0} | options)] * batch
     ends = [*eos_ids, *[-1] * (MAX_EOS_IDS - len(eos_ids))]
     slots = dataclasses.replace(
-        Slots.empty(batch, V), active_B=jnp.ones(batch, bool),
+        Slots.empty(batch, V, LENGTH), active_B=jnp.ones(batch, bool),
         max_length_B=jnp.full(batch, 1000, jnp.int32),
         draft_limit_B=jnp.full(batch, draft_length, jnp.int32),
         eos_ids_BE=jnp.tile(jnp.asarray(ends, jnp.int32), (batch, 1)),
         sampling=SlotSampling.of(params),
-        adjustments=SlotAdjustments.of(params, V, min_new_tokens=min_new_tokens))
+        adjustments=SlotAdjustments.of(params, V, LENGTH, min_new_tokens=min_new_tokens,
+                                       prompt=prompt))
     run = runner(draft_length, batch, outputs // batch)
     return np.asarray(run(nnx.split(target)[1], nnx.split(draft)[1], slots))
 
@@ -259,7 +260,8 @@ ADJUSTED = [
     dict(banned_ids=(4,), allowed_ids=(2, 3, 4, 5)), dict(min_new_tokens=3, eos_ids=(6, 3)),
     dict(temperature=0.8, top_k=4, top_p=0.95, min_p=0.05, repetition_penalty=1.2,
          presence_penalty=0.5, frequency_penalty=0.3, logit_bias={6: 1.0}, banned_ids=(3,),
-         min_new_tokens=2, eos_ids=(6,))]
+         min_new_tokens=2, eos_ids=(6,)),
+    dict(prompt=(5, 8, 3), presence_penalty=0.8, min_new_tokens=2, eos_ids=(4, 5))]
 _SEQUENCE = 6
 
 
@@ -280,7 +282,9 @@ def triples(tokens: np.ndarray, expected: dict[tuple[int, ...], float]) -> float
 
 @functools.cache
 def expected_sequences(number: int) -> dict[tuple[int, ...], float]:
-    return sequences(_logits(P_CHAIN), _SEQUENCE, **ADJUSTED[number])
+    options = dict(ADJUSTED[number])
+    *_, start = (0, *options.pop("prompt", ()))
+    return sequences(_logits(P_CHAIN), _SEQUENCE, start=start, **options)
 
 
 @pytest.mark.parametrize("batch", [1, 4])

@@ -67,11 +67,11 @@ def target_logits(tokens: Sequence[int]) -> np.ndarray:
     return np.asarray(teacher_forcing()(nnx.split(pair()[0])[1], jnp.asarray(padded)))
 
 
-def greedy_by_hand(options: dict) -> list[int]:
+def greedy_by_hand(options: dict, prompt: Sequence[int] = ()) -> list[int]:
     """The whole sequence again for every token, the options in numpy."""
     ids: list[int] = []
-    for i in range(TINY.max_target_length):
-        logits = target_logits([0, *ids])[i]
+    for i in range(len(prompt), TINY.max_target_length):
+        logits = target_logits([0, *prompt, *ids])[i]
         counts = np.bincount(np.asarray(ids, int), minlength=len(logits))
         ids.append(int(np.argmax(adjust(logits, counts, **options))))
     return ids
@@ -253,3 +253,98 @@ def test_nothing_is_computed_where_no_running_request_asks():
                   draft_length=4)
     output = engine.step().read()
     assert output.num_tokens[0] and not any(np.asarray(x).any() for x in output.logprobs)
+
+
+# ---- decoder prompts ---------------------------------------------------------
+
+PROMPT = (9, 4, 31, 4, 17, 2, 40, 11, 3, 3, 25)
+
+
+@pytest.mark.parametrize("length", [1, 4, 5, 11])
+def test_output_continues_the_decoder_prompt_as_a_plain_loop_does(length):
+    """Prompts within a window, as long as it and longer; penalties see new tokens alone."""
+    engine = rand_engine()
+    prompt = PROMPT[:length]
+    for options in ({}, OPTIONS["repetition"]):
+        expected = greedy_by_hand(options, prompt)
+        jobs = [job(options, decoder_prompt=prompt, max_new_tokens=32 - length, draft_length=k,
+                    logprobs=k == 4) for k in (0, 4, 3, 1)]
+        for result in (*run(engine, jobs), solo(engine, jobs[0]), solo(engine, jobs[1])):
+            assert result.ids == expected
+            assert result.stats.emitted == 32 - length == sum(s.emitted for s in result.per_step)
+        logits = target_logits([0, *prompt, *expected])[length:]
+        own = [log_softmax(row)[t] for row, t in zip(logits, expected, strict=False)]
+        np.testing.assert_allclose(result.logprobs, own, atol=1e-4)
+
+
+def test_requests_without_a_prompt_run_beside_those_with_one():
+    engine = rand_engine()
+    jobs = [job({}), job({"temperature": 1.0}, decoder_prompt=PROMPT, max_new_tokens=9, seed=1),
+            job({"temperature": 1.0}, seed=2, start=1),
+            job({}, decoder_prompt=PROMPT[:2], max_new_tokens=30, draft_length=0, start=2)]
+    together = [r.ids for r in run(engine, jobs)]
+    assert together == [solo(engine, one, 3).ids for one in jobs]
+    assert together[0] == solo(engine, job({})).ids
+
+
+def test_prompt_tokens_are_no_drafts_and_do_not_enter_alpha():
+    model = count()
+    result = solo(engine_with(model, model, LONG), Job(
+        decoder_prompt=(3, 4, 5), max_new_tokens=8, draft_length=4, eos_ids=()))
+    assert result.ids == [*range(6, 14)]
+    # Windows of 5: the prompt, a draft and a bonus token; 4 drafts and a bonus token; the last.
+    assert [(s.drafted, s.accepted, s.examined, s.emitted) for s in result.per_step] == [
+        (1, 1, 1, 2), (4, 4, 4, 5), (4, 1, 1, 1)]
+    assert [s.overlap for s in result.per_step] == pytest.approx([1, 4, 1])
+    wrong = solo(engine_with(model, anti(), LONG), Job(
+        decoder_prompt=(3, 4, 5), max_new_tokens=2, draft_length=4, eos_ids=()))
+    assert wrong.ids == [6, 7]
+    assert [(s.drafted, s.accepted, s.examined, s.emitted) for s in wrong.per_step] == [
+        (1, 0, 1, 1), (4, 0, 1, 1)]
+
+
+def test_prompt_may_be_what_the_model_would_never_say_and_may_hold_end_ids():
+    model = count()
+    engine = engine_with(model, model, LONG)
+    for k in (0, 2, 8):
+        result = solo(engine, Job(decoder_prompt=(20, 1, 9), max_new_tokens=3, draft_length=k,
+                                  eos_ids=(1, 12), sampling=SamplingParams(banned_ids=(20, 1))))
+        assert (result.ids, result.finish) == ([10, 11, 12], FinishReason.EOS)
+    eager = chain_of_logits(EAGER)
+    engine = engine_with(eager, eager, LONG)
+    for k in (0, 2, 8):
+        result = solo(engine, Job(decoder_prompt=(5, 1), min_new_tokens=3, draft_length=k,
+                                  max_new_tokens=9))
+        assert result.ids == [20, 20, 20, 1]
+
+
+def test_prompt_and_output_reach_the_end_of_the_cache():
+    engine = rand_engine()
+    for size in (1, 30, 31):
+        prompt = (PROMPT * 3)[:size]
+        expected = greedy_by_hand({}, prompt)
+        for k in (0, 4):
+            result = solo(engine, job({}, decoder_prompt=prompt, max_new_tokens=32 - size,
+                                      draft_length=k))
+            assert (result.ids, result.finish) == (expected, FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    (dict(decoder_prompt=[3] * 25), r"length of decoder_prompt must be in \[0, 24\], got 25"),
+    (dict(decoder_prompt=[3, 48]), r"decoder_prompt id must be in \[0, 47\], got 48")])
+def test_prompts_that_do_not_fit_are_named_with_value_and_bound(fields, message):
+    engine = rand_engine()
+    with pytest.raises(ValueError, match=message):
+        engine.insert(**dict(slot=0, source=[1], sampling=SamplingParams(), seed=0,
+                             max_new_tokens=8, eos_ids=[], draft_length=0) | fields)
+
+
+def test_request_that_leaves_within_its_prompt_leaves_nothing_behind():
+    engine = rand_engine()
+    expected = solo(engine, job({})).ids
+    engine.insert(0, SOURCE, sampling=SamplingParams(), seed=0, max_new_tokens=8, eos_ids=(),
+                  draft_length=4, decoder_prompt=PROMPT)
+    assert engine.step().read().num_tokens[0] == 0
+    engine.release(0)
+    assert solo(engine, job({}), slot=1).ids == expected
+    assert solo(engine, job({})).ids == expected

@@ -47,7 +47,7 @@ class Slots:
       draft_limit_B: drafts examined per step at the most; 0 is plain decoding.
       seed_B2: the request's seed as two 32-bit words.
       sampling: temperature, top-k, top-p, min-p.
-      adjustments: penalties, biases and bans.
+      adjustments: penalties, biases, bans and the decoder prompt.
       logprobs_B: whether the request asks for log-probabilities.
     """
 
@@ -64,7 +64,7 @@ class Slots:
     logprobs_B: jax.Array
 
     @classmethod
-    def empty(cls, slots: int, vocabulary_size: int) -> "Slots":
+    def empty(cls, slots: int, vocabulary_size: int, longest_prompt: int) -> "Slots":
         ints = functools.partial(jnp.zeros, dtype=jnp.int32)
         return cls(active_B=jnp.zeros(slots, bool), length_B=jnp.ones(slots, jnp.int32),
                    last_two_B2=ints((slots, 2)), max_length_B=jnp.ones(slots, jnp.int32),
@@ -72,7 +72,7 @@ class Slots:
                    eos_ids_BE=jnp.full((slots, MAX_EOS_IDS), NO_ID, jnp.int32),
                    draft_limit_B=ints(slots), seed_B2=jnp.zeros((slots, 2), jnp.uint32),
                    sampling=SlotSampling.greedy(slots),
-                   adjustments=SlotAdjustments.none(slots, vocabulary_size),
+                   adjustments=SlotAdjustments.none(slots, vocabulary_size, longest_prompt),
                    logprobs_B=jnp.zeros(slots, bool))
 
     @property
@@ -102,8 +102,10 @@ class StepOutput(NamedTuple):
     """What one step did, per slot, on device or host.
 
     Attributes:
-      tokens: [B, G] new final tokens, meaningful below ``num_tokens``.
-      num_tokens: [B] int32 accepted drafts and the target's own token, after cuts.
+      tokens: [B, G] new final tokens, meaningful below ``num_tokens``. Those of a decoder
+        prompt are not new and enter no count.
+      num_tokens: [B] int32 accepted drafts and the target's own token, after cuts; 0 where
+        the step was within the prompt.
       drafted: [B] drafts offered to the verify pass.
       accepted: [B] drafts among the new tokens.
       examined: [B] accepted, plus one if the step ended in a rejection. Drafts after

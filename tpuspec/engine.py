@@ -140,7 +140,8 @@ class Engine:
 
     def insert(self, slot: int, source: Sequence[int], *, sampling: SamplingParams, seed: int,
                max_new_tokens: int, eos_ids: Sequence[int], draft_length: int,
-               min_new_tokens: int = 0, logprobs: bool = False) -> None:
+               min_new_tokens: int = 0, decoder_prompt: Sequence[int] = (),
+               logprobs: bool = False) -> None:
         """Encodes a source once per model and gives it a slot.
 
         Args:
@@ -150,6 +151,8 @@ class Engine:
           eos_ids: ids that end the output; at most 8, or none.
           draft_length: drafts examined per step; 0 is plain decoding.
           min_new_tokens: no end id comes before as many others; at most max_new_tokens.
+          decoder_prompt: ids that the output begins with after the start token. They are not
+            new tokens; with these at most config.max_target_length.
           logprobs: whether to compute the tokens' log-probabilities.
 
         Raises:
@@ -160,8 +163,11 @@ class Engine:
         check_range("length of source", len(source), 1, config.max_source_length)
         check_range("max_new_tokens", max_new_tokens, 1, config.max_target_length)
         check_range("draft_length", draft_length, 0, config.max_draft_length)
+        check_range("length of decoder_prompt", len(decoder_prompt), 0,
+                    config.max_target_length - max_new_tokens)
         check_range("number of eos_ids", len(eos_ids), 0, MAX_EOS_IDS)
-        for name, ids in (("source id", source), ("eos_ids", eos_ids)):
+        for name, ids in (("source id", source), ("eos_ids", eos_ids),
+                          ("decoder_prompt id", decoder_prompt)):
             for value in ids:
                 check_range(name, value, 0, self.vocabulary_size - 1)
         sampling.check_ids(self.vocabulary_size)
@@ -180,12 +186,13 @@ class Engine:
         row = Slots(
             active_B=one(True, np.bool_), length_B=one(1, np.int32),
             last_two_B2=one((self.start_id, 0), np.int32),
-            max_length_B=one(1 + max_new_tokens, np.int32),
+            max_length_B=one(1 + len(decoder_prompt) + max_new_tokens, np.int32),
             source_length_B=one(len(source), np.int32), eos_ids_BE=eos,
             draft_limit_B=one(draft_length, np.int32), seed_B2=one(words, np.uint32),
             sampling=SlotSampling.of([sampling]),
-            adjustments=SlotAdjustments.of([sampling], self.vocabulary_size,
-                                           min_new_tokens=min_new_tokens),
+            adjustments=SlotAdjustments.of(
+                [sampling], self.vocabulary_size, config.max_target_length,
+                min_new_tokens=min_new_tokens, prompt=decoder_prompt),
             logprobs_B=one(logprobs, np.bool_))
         self._state = self._run(("insert", bucket), self._state, np.int32(slot), tokens, row)
         self._tenants[slot] = _Tenant(len(source), draft_length)

@@ -82,7 +82,7 @@ class Programs:
                            draft_cache=caches[1] if len(caches) == 2 else None)
 
     def _empty_slots(self, slots: int) -> Slots:
-        return Slots.empty(slots, self._vocabulary_size)
+        return Slots.empty(slots, self._vocabulary_size, self.config.max_target_length)
 
     def state_shardings(self, state: DecodeState) -> DecodeState:
         assert self._mesh is not None

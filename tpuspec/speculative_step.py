@@ -71,7 +71,8 @@ def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
 
         def adjust_and_accept() -> RejectionSample:
             earlier = index[:, None, :-1] < index[:, :, None]
-            before_BGγ = jnp.where(earlier, drafts_Bγ[:, None, :], NO_ID)
+            new_Bγ = slots.adjustments.new(drafts_Bγ, positions_BG[:, :-1])
+            before_BGγ = jnp.where(earlier, new_Bγ[:, None, :], NO_ID)
             return accept(slots.adjustments.adjust(logits_BGV, positions_BG, before_BGγ,
                                                    slots.eos_ids_BE))
 
@@ -139,7 +140,8 @@ def propose(draft: T5, slots: Slots, cache: DecoderCache, coins_Bγ: jax.Array,
 
     def body(carry, coin_B):
         token_B, position_B, before_Bγ, cache = carry
-        before_Bγ = jnp.concatenate([before_Bγ[:, 1:], token_B[:, None]], axis=1)
+        new_B1 = slots.adjustments.new(token_B[:, None], position_B[:, None])
+        before_Bγ = jnp.concatenate([before_Bγ[:, 1:], new_B1], axis=1)
         sampled, cache = sample(token_B[:, None], position_B, jnp.zeros_like(position_B), coin_B,
                                 before_Bγ, cache)
         return (sampled[0].token_B, position_B + 1, before_Bγ, cache), sampled
@@ -156,12 +158,15 @@ def commit(slots: Slots, tokens_BG: jax.Array, logprobs: TokenLogprobs, accepted
            ) -> tuple[Slots, StepOutput]:
     """Cuts at the first EOS and at the length cap, and moves the lengths.
 
-    That is the whole rollback: K/V beyond the new length is dead.
+    That is the whole rollback: K/V beyond the new length is dead. What of the window is the
+    decoder prompt is no output: it can end nothing, and it enters no count.
     """
     index = jnp.arange(tokens_BG.shape[1])[None, :]
     full_B = accepted_B + 1
     is_eos = jnp.any(tokens_BG[..., None] == slots.eos_ids_BE[:, None, :], axis=-1)
-    is_eos &= index < full_B[:, None]
+    prompt_B = jnp.where(
+        slots.active_B, jnp.maximum(slots.adjustments.first_B - slots.length_B, 0), 0)
+    is_eos &= (index >= prompt_B[:, None]) & (index < full_B[:, None])
     to_eos_B = jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1,
                          tokens_BG.shape[1] + 1)
     room_B = slots.max_length_B - slots.length_B
@@ -183,13 +188,26 @@ def commit(slots: Slots, tokens_BG: jax.Array, logprobs: TokenLogprobs, accepted
     rejected_B = (accepted_B < limit_B) & (num_B == full_B)
     examined_B = jnp.where(live_B, kept_B + rejected_B.astype(jnp.int32), 0)
     overlap_B = jnp.sum(jnp.where(
-        index[:, :-1] < examined_B[:, None], overlap_Bγ, 0.0), axis=1)
+        (index[:, :-1] >= prompt_B[:, None]) & (index[:, :-1] < examined_B[:, None]),
+        overlap_Bγ, 0.0), axis=1)
+
+    def behind_prompt(x_BG: jax.Array) -> jax.Array:
+        at = jnp.minimum(index + prompt_B[:, None], index.shape[1] - 1)
+        return jnp.take_along_axis(x_BG, at.reshape(at.shape + (1,) * (x_BG.ndim - 2)), axis=1)
+
+    def beside_prompt(count_B: jax.Array) -> jax.Array:
+        return jnp.maximum(count_B - prompt_B, 0)
+
+    new = (tokens_BG, logprobs)
+    tokens_BG, logprobs = lax.cond(
+        jnp.any(prompt_B > 0), lambda: jax.tree.map(behind_prompt, new), lambda: new)
     output = StepOutput(
-        tokens=tokens_BG, num_tokens=num_B, drafted=jnp.where(slots.active_B, limit_B, 0),
-        accepted=kept_B, examined=examined_B, finish=finish_B, overlap=overlap_B,
-        logprobs=logprobs)
+        tokens=tokens_BG, num_tokens=beside_prompt(num_B),
+        drafted=jnp.where(slots.active_B, beside_prompt(limit_B), 0),
+        accepted=beside_prompt(kept_B), examined=beside_prompt(examined_B), finish=finish_B,
+        overlap=overlap_B, logprobs=logprobs)
     adjustments = slots.adjustments.commit(
-        jnp.where(index < num_B[:, None], tokens_BG, NO_ID), slots.active_B)
+        jnp.where(index < output.num_tokens[:, None], tokens_BG, NO_ID), slots.active_B)
     running_B = slots.active_B & (finish_B == FinishReason.NONE)
     return dataclasses.replace(slots, active_B=running_B, length_B=length_B,
                                last_two_B2=last_two, adjustments=adjustments), output

@@ -24,6 +24,8 @@ and with ``accepts=1``:
 The log-probability of the token at position n of an output is -n / 8; the most likely ids are
 the token, its successor and so on, each 1 less likely than the one before.
 
+A decoder prompt takes the first places of a step's window and changes nothing else.
+
 Words: the vocabulary has "zero" "one" ... "twenty" at ids 30 to 50, "w3" at id 3 and so on,
 so a source "zero" gives "one two three ...".
 """
@@ -68,6 +70,7 @@ class _Row:
     eos_ids: tuple[int, ...]
     draft_length: int
     logprobs: bool
+    prompt: int  # tokens of it that are to come
     position: int = 0
 
     def token(self, position: int) -> int:
@@ -120,7 +123,7 @@ class FakeEngine:
         self._thread: int | None = None
 
     def insert(self, slot, source, *, sampling, seed, max_new_tokens, eos_ids, draft_length,
-               min_new_tokens=0, logprobs=False):
+               min_new_tokens=0, decoder_prompt=(), logprobs=False):
         self._check_thread()
         assert 0 <= slot < self.config.slots
         assert slot not in self.rows, f"slot {slot} is taken"
@@ -128,7 +131,7 @@ class FakeEngine:
         if source[0] == 17:
             raise ValueError("the fake engine does not like 17")
         self.rows[slot] = _Row(tuple(source), sampling.temperature, seed, max_new_tokens,
-                               tuple(eos_ids), draft_length, logprobs)
+                               tuple(eos_ids), draft_length, logprobs, len(decoder_prompt))
 
     def release(self, slot):
         self._check_thread()
@@ -161,6 +164,11 @@ class FakeEngine:
         drafted = row.draft_length
         accepted = drafted if self._accepts is None else min(drafted, self._accepts)
         rejected = accepted < drafted
+        within = min(row.prompt, drafted + 1)
+        row.prompt -= within
+        if within == drafted + 1:
+            return False
+        drafted, accepted = drafted - within, max(accepted - within, 0)
         ids, finish, before = [], FinishReason.NONE, row.position
         while len(ids) < accepted + 1 and finish is FinishReason.NONE:
             ids.append(row.token(row.position))

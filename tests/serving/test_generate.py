@@ -263,3 +263,16 @@ def test_logprobs_come_with_their_own_token_and_only_where_asked_for(draft_lengt
                     (token.id + n, -place / 8 - n) for n in range(count or 0)]
 
     on_server(body)
+
+
+def test_decoder_prompt_is_not_sent_back_and_its_steps_send_nothing():
+    async def body(it):
+        for length, origins in ((0, "pppp"), (3, "paaa")):
+            answer = await it.answer("zero", decoder_prompt="seven eight nine", draft_length=length,
+                                     max_new_tokens=4)
+            assert (answer.ids, answer.text) == ([31, 32, 33, 34], " one two three four")
+            assert all(response.tokens for response in answer.responses)
+            assert answer.origins == origins
+            assert answer.finish.new_tokens == 4
+
+    on_server(body)

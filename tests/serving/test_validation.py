@@ -51,6 +51,14 @@ BARE_DOOR = Door(CONFIG, vocabulary_size=2000, eos_id=1, vocabulary=None)
     (dict(banned_ids=range(2000)), "sampling.banned_ids must leave one of 2000 ids, got all"),
     (dict(banned_ids=[3, 4], allowed_ids=[3]), "sampling.allowed_ids must have an id that is not "
      "one of banned_ids, got 1 ids, all banned"),
+    (dict(decoder_prompt=[5] * 100), "decoder_token_ids must have at most 99 tokens, which is 100 "
+     r"less max_new_tokens \(or 1\), got 100"),
+    (dict(decoder_prompt=[5] * 11, max_new_tokens=90), "decoder_token_ids must have at most 10 .* "
+     "got 11"),
+    (dict(decoder_prompt="one " * 100), "decoder_text must have at most 99 tokens, .* got 100"),
+    (dict(decoder_prompt="a" * (1 << 20) + "a"), "decoder_text must have 0 to 1048576 characters"),
+    (dict(decoder_prompt=[5, 2000]), r"decoder_token_ids\[1\] must be in \[0, 1999\], got 2000"),
+    (dict(decoder_prompt=[5] * 90, min_new_tokens=11), r"min_new_tokens must be in \[0, 10\]"),
     (dict(logprobs=21), r"logprobs must be in \[0, 20\], got 21"),
     (dict(logprobs=-1), r"logprobs must be in \[0, 20\], got -1"),
     (dict(min_new_tokens=-1), r"min_new_tokens must be in \[0, 100\], got -1"),
@@ -104,10 +112,21 @@ def test_options_reach_the_request():
     assert DOOR.check(make_request([5], allowed_ids=[1])).sampling.allowed_ids == (1,)
 
 
+def test_decoder_prompt_has_no_end_id_of_its_own_and_leaves_the_rest_for_new_tokens():
+    for prompt, ids in (("one two", (31, 32)), ([31, 1, 32], (31, 1, 32)), ("", ()), ([], ())):
+        request = DOOR.check(make_request("one", decoder_prompt=prompt))
+        assert (request.decoder_prompt, request.max_new_tokens) == (ids, 100 - len(ids))
+    request = DOOR.check(make_request("one", decoder_prompt="one two", max_new_tokens=98))
+    assert request.max_new_tokens == 98
+
+
 def test_model_without_a_vocabulary_takes_ids_only():
     assert BARE_DOOR.check(make_request([5])).source == (5, 1)
     with pytest.raises(ValueError, match="text needs a vocabulary"):
         BARE_DOOR.check(make_request("one"))
+    assert BARE_DOOR.check(make_request([5], decoder_prompt=[7])).decoder_prompt == (7,)
+    with pytest.raises(ValueError, match="decoder_text needs a vocabulary"):
+        BARE_DOOR.check(make_request([5], decoder_prompt="one"))
     with pytest.raises(ValueError, match="stop must be empty: this model has no vocabulary"):
         BARE_DOOR.check(make_request([5], stop=["a"]))
 
