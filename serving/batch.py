@@ -17,15 +17,14 @@ from tpuspec.serving import batch_input, batch_report, local, models, scores
 from tpuspec.serving.batch_engine import Answer, BatchEngine
 from tpuspec.serving.batch_input import Survey
 from tpuspec.serving.batch_job import Job, checkpoint_identity
-from tpuspec.serving.client import make_request
+from tpuspec.serving.client import OPTIONS, make_request
 from tpuspec.serving.errors import RequestError
 from tpuspec.serving.records import Failure, Row
 from tpuspec.serving.storage import File
 
-_PARAMETERS = ("temperature", "top_k", "top_p", "stop", "eos_ids", "ignore_eos")
 _OWN = ("seed", "max_new_tokens", "draft_length")  # a line may name them; else the engine's
 # What a later run of the job may not change. Slots and mesh it may.
-_SETTINGS = (*_PARAMETERS, "seed", "max_new_tokens", "draft_length", "source_buckets", "ids")
+_SETTINGS = (*OPTIONS, "seed", "max_new_tokens", "draft_length", "source_buckets", "ids")
 
 
 class _BadLine(Exception):
@@ -79,7 +78,7 @@ def _identity(source: File, survey: Survey, pair: models.Pair, dtype: str | None
 def _answer_all(args: argparse.Namespace, pair: models.Pair, source: File, survey: Survey,
                 job: Job) -> dict[str, Any]:
     """Every line that has no record yet gets one; returns the rates of this run."""
-    defaults: dict[str, Any] = {name: getattr(args, name) for name in _PARAMETERS}
+    defaults: dict[str, Any] = {name: job.settings[name] for name in OPTIONS}
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(local.start(
             pair, slots=args.slots, source_buckets=args.source_buckets,

@@ -53,6 +53,8 @@ class Answer:
       request: what was asked, with the seed and the draft length used.
       text: without the stop string; empty for a model without a vocabulary.
       token_ids: the end id included.
+      logprobs: of each token, if asked for, else empty.
+      top_logprobs: the same of the most likely ids at each token's place, with their ids.
       finish: why it ended, and how long it took.
       stats: counters; ``stats.alpha``, ``stats.tokens_per_target_run``.
     """
@@ -60,6 +62,8 @@ class Answer:
     request: Request
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
     finish: Finish
     stats: SpeculationStats
 
@@ -87,8 +91,10 @@ class _Place:
             tokens = [token for chunk in self._chunks for token in chunk.tokens]
             self.end(Answer(
                 request=self.request, text="".join(token.text for token in tokens),
-                token_ids=tuple(token.id for token in tokens), finish=chunk.finish,
-                stats=chunk.stats))
+                token_ids=tuple(token.id for token in tokens),
+                logprobs=tuple(t.logprob for t in tokens if t.logprob is not None),
+                top_logprobs=tuple(token.top_logprobs for token in tokens),
+                finish=chunk.finish, stats=chunk.stats))
 
     def fail(self, error: RequestError) -> None:
         self.end(Failure.of(error))

@@ -10,7 +10,7 @@ from tpuspec.measurement import SpeculationStats
 from tpuspec.serving.batch_engine import Answer
 from tpuspec.serving.batch_input import split_name
 from tpuspec.serving.batch_job import Job
-from tpuspec.serving.records import Failure, Row
+from tpuspec.serving.records import Failure, Row, logprobs
 from tpuspec.serving.scores import Scores
 from tpuspec.serving.storage import File, draft, write_text
 
@@ -37,6 +37,7 @@ def record(number: int, row: Row | None, result: Answer | Failure | None, *,
         "id": row.id,
         "text": result.text,
         **({"token_ids": result.token_ids} if ids else {}),
+        **logprobs(result.logprobs, result.top_logprobs),
         "finish_reason": result.finish.ending.value,
         "source_tokens": len(request.source),
         "new_tokens": stats.emitted,

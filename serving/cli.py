@@ -6,7 +6,7 @@ JAX, and what needs it, is imported only by the command that uses it.
 import argparse
 import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from absl import app, logging
 from absl.flags import argparse_flags
@@ -112,16 +112,10 @@ def _generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server", metavar="HOST:PORT", help="use a server, not this process")
     _client_flags(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--top_k", type=int, default=0, help="0 is off")
-    parser.add_argument("--top_p", type=float, default=1.0, help="1 is off")
+    _option_flags(parser)
     parser.add_argument("--seed", type=_integer(0), help="fresh for every source without it")
     parser.add_argument("--max_new_tokens", type=_integer(1))
     parser.add_argument("--draft_length", type=_integer(0), help="0 is plain decoding")
-    parser.add_argument("--stop", action="append", default=[], metavar="STRING",
-                        help="ends the output before this; may be repeated")
-    parser.add_argument("--eos_ids", type=_integers(0), default=(), help="ids that end the output")
-    parser.add_argument("--ignore_eos", action="store_true", help="run to the length limit")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for each source")
 
 
@@ -143,16 +137,41 @@ def _batch_flags(parser: argparse.ArgumentParser) -> None:
                         help="of lines that name none, and the most of those that do")
     parser.add_argument("--draft_length", type=_integer(0), default=_SHAPES.draft_length,
                         help="the same for drafts; 0 is plain decoding")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--top_k", type=int, default=0, help="0 is off")
-    parser.add_argument("--top_p", type=float, default=1.0, help="1 is off")
+    _option_flags(parser)
     parser.add_argument("--seed", type=_integer(0, 2**64 - 1),
                         help="of the job; with its id it makes each line's seed. Fresh, and kept "
                              "in FILE.job, without it")
+
+
+def _option_flags(parser: argparse.ArgumentParser) -> None:
+    """``tpuspec.serving.client.OPTIONS``; the door checks their bounds."""
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top_k", type=int, default=0, help="0 is off")
+    parser.add_argument("--top_p", type=float, default=1.0, help="1 is off")
+    parser.add_argument("--min_p", type=float, default=0.0, help="0 is off")
+    parser.add_argument("--repetition_penalty", type=float, default=1.0,
+                        help="of ids among the output so far, divides positive logits and "
+                             "multiplies others; 1 is off")
+    parser.add_argument("--presence_penalty", type=float, default=0.0,
+                        help="taken off the logits of such ids; 0 is off")
+    parser.add_argument("--frequency_penalty", type=float, default=0.0,
+                        help="the same, times how often they came; 0 is off")
+    parser.add_argument("--logit_bias", type=_biases, default={}, metavar="ID:VALUE,...",
+                        help="added to logits")
+    parser.add_argument("--banned_ids", type=_integers(0), default=(), help="ids that never come")
+    parser.add_argument("--allowed_ids", type=_integers(0), default=(),
+                        help="the only ids that come")
+    parser.add_argument("--min_new_tokens", type=_integer(0), default=0,
+                        help="neither end ids nor stops end the output before")
     parser.add_argument("--stop", action="append", default=[], metavar="STRING",
-                        help="ends an output before this; may be repeated")
-    parser.add_argument("--eos_ids", type=_integers(0), default=(), help="ids that end an output")
+                        help="ends the output before this; may be repeated")
+    parser.add_argument("--eos_ids", type=_integers(0), default=(), help="ids that end the output")
     parser.add_argument("--ignore_eos", action="store_true", help="run to the length limit")
+    parser.add_argument("--decoder_prompt", default="", metavar="TEXT",
+                        help="what the output begins with; not part of what comes out")
+    parser.add_argument("--logprobs", type=_integer(0), metavar="N",
+                        help="log-probabilities of the tokens and of the N most likely ids at "
+                             "their places, in JSON")
 
 
 def _bench_flags(parser: argparse.ArgumentParser) -> None:
@@ -300,3 +319,8 @@ def _integers(low: int, count: int | None = None) -> Callable[[str], Sequence[in
         return values
 
     return integers
+
+
+def _biases(text: str) -> Mapping[int, float]:
+    pairs = (part.split(":") for part in text.split(","))
+    return {int(token): float(value) for token, value in pairs}

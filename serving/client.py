@@ -8,7 +8,7 @@
 
 import os
 import types
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import grpc
@@ -19,14 +19,26 @@ from tpuspec.protos import generation_pb2_grpc
 from tpuspec.serving.channel import client_options
 from tpuspec.serving.security import PLAIN_CLIENT, ClientSecurity
 
+# Parameters of ``make_request`` that are the same for many sources.
+OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+           "frequency_penalty", "logit_bias", "banned_ids", "allowed_ids", "min_new_tokens",
+           "stop", "eos_ids", "ignore_eos", "decoder_prompt", "logprobs")
+
 
 def make_request(
         source: str | Sequence[int], *, temperature: float = 0.0, top_k: int = 0,
-        top_p: float = 1.0, seed: int | None = None, max_new_tokens: int | None = None,
+        top_p: float = 1.0, min_p: float = 0.0, repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+        logit_bias: Mapping[int | str, float] = types.MappingProxyType({}),
+        banned_ids: Sequence[int] = (), allowed_ids: Sequence[int] = (),
+        seed: int | None = None, max_new_tokens: int | None = None, min_new_tokens: int = 0,
         eos_ids: Sequence[int] = (), ignore_eos: bool = False, stop: Sequence[str] = (),
-        draft_length: int | None = None, label: str = "", request_id: str = "",
-) -> pb.GenerateRequest:
+        decoder_prompt: str | Sequence[int] = "", draft_length: int | None = None,
+        label: str = "", logprobs: int | None = None, request_id: str = "",
+        ) -> pb.GenerateRequest:
     """Builds a request from a text or from encoder ids; None leaves the choice to the server.
+
+    The ids of ``logit_bias`` may be strings, as in JSON.
 
     Raises:
       ValueError: a value does not fit its field; the server checks all bounds.
@@ -34,13 +46,22 @@ def make_request(
     try:
         request = pb.GenerateRequest(
             request_id=request_id, eos_ids=eos_ids, ignore_eos=ignore_eos, stop=stop, seed=seed,
-            max_new_tokens=max_new_tokens, draft_length=draft_length, label=label,
-            sampling=pb.Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
+            max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
+            draft_length=draft_length, label=label, logprobs=logprobs, sampling=pb.Sampling(
+                temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
+                repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
+                frequency_penalty=frequency_penalty,
+                logit_bias={int(token): value for token, value in dict(logit_bias).items()},
+                banned_ids=banned_ids, allowed_ids=allowed_ids))
         if isinstance(source, str):
             request.text = source
         else:
             request.token_ids.SetInParent()
             request.token_ids.ids.extend(source)
+        if not isinstance(decoder_prompt, str):
+            request.decoder_token_ids.ids.extend(decoder_prompt)
+        elif decoder_prompt:
+            request.decoder_text = decoder_prompt
     except TypeError as error:
         raise ValueError(str(error)) from None
     return request

@@ -100,7 +100,9 @@ class EngineLoop:
           RequestError: RESOURCE_EXHAUSTED if the queue is full, UNAVAILABLE at the end.
         """
         detokenizer = None if self._vocabulary is None else self._vocabulary.detokenizer()
-        ticket = Ticket(request, stream, OutputText(detokenizer, request.stop), self.clock())
+        ticket = Ticket(request, stream, OutputText(
+            detokenizer, request.stop, prompt=request.decoder_prompt,
+            unsearched=request.min_new_tokens), self.clock())
         with self._changed:
             if self._closed is not None:
                 raise RequestError(self._closed.code, str(self._closed))
@@ -193,7 +195,9 @@ class EngineLoop:
             self.engine.insert(
                 slot, request.source, sampling=request.sampling, seed=request.seed,
                 max_new_tokens=request.max_new_tokens, eos_ids=request.eos_ids,
-                draft_length=request.draft_length, label=request.label)
+                draft_length=request.draft_length, label=request.label,
+                min_new_tokens=request.min_new_tokens, decoder_prompt=request.decoder_prompt,
+                logprobs=request.logprobs is not None)
         except ValueError as error:
             # The engine refuses before it touches anything: only this request is lost.
             self._leave(slot, ticket)
@@ -214,7 +218,8 @@ class EngineLoop:
             self.stats += chunk.steps
             if self._on_step is not None:
                 self._on_step(ticket.request, chunk)
-            self._deliver(slot, ticket, chunk)
+            if chunk.tokens or chunk.finish is not None:  # else within the decoder prompt
+                self._deliver(slot, ticket, chunk)
 
     def _deliver(self, slot: int, ticket: Ticket, chunk: TokenChunk) -> None:
         if chunk.finish is not None:

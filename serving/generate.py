@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from tpuspec.protos import generation_pb2 as pb
-from tpuspec.serving.client import Client, make_request
+from tpuspec.serving.client import OPTIONS, Client, make_request
 from tpuspec.serving.records import Failure, Row, read_rows, record
 from tpuspec.serving.security import ClientSecurity, read_token
 
@@ -31,8 +31,7 @@ def _rows(args: argparse.Namespace) -> Iterator[Row]:
     """Raises ValueError if the sources come from more than one place, or from none."""
     defaults: Mapping[str, Any] = {
         name: getattr(args, name) for name in (
-            "temperature", "top_k", "top_p", "seed", "max_new_tokens", "draft_length", "stop",
-            "eos_ids", "ignore_eos")}
+            *OPTIONS, "seed", "max_new_tokens", "draft_length")}
     if args.input is not None:
         if args.text:
             raise ValueError("text must be empty with --input")

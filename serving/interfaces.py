@@ -27,7 +27,8 @@ class SlotEngine(Protocol):
 
     def insert(self, slot: int, source: Sequence[int], *, sampling: SamplingParams, seed: int,
                max_new_tokens: int, eos_ids: Sequence[int], draft_length: int | None,
-               label: str) -> None: ...
+               label: str = "", min_new_tokens: int = 0, decoder_prompt: Sequence[int] = (),
+               logprobs: bool = False) -> None: ...
 
     def step(self) -> StepHandle: ...
 

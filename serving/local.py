@@ -44,6 +44,10 @@ def _config(requests: Sequence[pb.GenerateRequest], pair: models.Pair) -> Engine
         pair, [r.text for r in requests if r.HasField("text")],
         [len(r.token_ids.ids) + 1 for r in requests if r.HasField("token_ids")])
     outputs = [r.max_new_tokens for r in requests if r.HasField("max_new_tokens")]
+    prompts = [r for r in requests if r.decoder_text or r.decoder_token_ids.ids]
+    prompt = models.source_bucket(
+        pair, [r.decoder_text for r in prompts],
+        [len(r.decoder_token_ids.ids) for r in prompts]) if prompts else 0
     drafts = {min(r.draft_length, _MOST_DRAFTS) for r in requests if r.draft_length > 0}
     if not all(r.HasField("draft_length") for r in requests):
         drafts.add(_DRAFT_LENGTH)
@@ -51,7 +55,8 @@ def _config(requests: Sequence[pb.GenerateRequest], pair: models.Pair) -> Engine
     return EngineConfig(
         slots=min(SLOTS, max(1, len(requests))),
         source_buckets=(min(bucket, _MOST_SOURCE),),
-        max_target_length=min(max([_OUTPUT, *outputs]), _MOST_OUTPUT), draft_lengths=ladder,
+        max_target_length=min(max([_OUTPUT, *outputs]) + prompt, _MOST_OUTPUT),
+        draft_lengths=ladder,
         draft_length=_DRAFT_LENGTH if _DRAFT_LENGTH in ladder else ladder[-1])
 
 

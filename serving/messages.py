@@ -6,7 +6,7 @@ from tpuspec import theory
 from tpuspec.config import EngineConfig
 from tpuspec.measurement import CostReport, SpeculationStats
 from tpuspec.protos import generation_pb2 as pb
-from tpuspec.serving.request import Ending, Finish, Origin, Request, TokenChunk
+from tpuspec.serving.request import Ending, Finish, Origin, Request, Token, TokenChunk
 
 _ORIGINS: Mapping[Origin, pb.Origin] = {
     Origin.PLAIN: pb.ORIGIN_PLAIN,
@@ -25,14 +25,19 @@ def response(request: Request, chunk: TokenChunk, cost: CostReport | None,
              config: EngineConfig) -> pb.GenerateResponse:
     message = pb.GenerateResponse(
         request_id=request.request_id,
-        tokens=[pb.Token(id=token.id, origin=_ORIGINS[token.origin], text=token.text)
-                for token in chunk.tokens],
+        tokens=[_token(token) for token in chunk.tokens],
         text="".join(token.text for token in chunk.tokens),
         drafted=chunk.steps.drafted, accepted=chunk.steps.accepted,
         speculation=speculation(chunk.stats, cost))
     if chunk.finish is not None:
         message.finish.CopyFrom(_finish(request, chunk.finish, chunk.stats, cost, config))
     return message
+
+
+def _token(token: Token) -> pb.Token:
+    return pb.Token(
+        id=token.id, origin=_ORIGINS[token.origin], text=token.text, logprob=token.logprob,
+        top_logprobs=[pb.TokenLogprob(id=i, logprob=value) for i, value in token.top_logprobs])
 
 
 def speculation(stats: SpeculationStats, cost: CostReport | None) -> pb.Speculation:

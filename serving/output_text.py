@@ -54,10 +54,20 @@ class StopStrings:
 
 
 class OutputText:
-    """The text of one request's output, id by id."""
+    """The text of one request's output, id by id.
 
-    def __init__(self, detokenizer: Detokenizer | None, stops: Sequence[str]):
+    Args:
+      prompt: ids before the output, whose text is not shown: what is shown continues it.
+      unsearched: ids in whose text no stop is looked for: it is shown as it comes, so that
+        a stop cannot begin in it either.
+    """
+
+    def __init__(self, detokenizer: Detokenizer | None, stops: Sequence[str], *,
+                 prompt: Sequence[int] = (), unsearched: int = 0):
         self._detokenizer = detokenizer
+        if detokenizer is not None:
+            detokenizer.push(prompt)
+        self._unsearched = unsearched
         self._stops = StopStrings(stops)
 
     @property
@@ -69,7 +79,11 @@ class OutputText:
         """The text that became certain with this id."""
         if self._detokenizer is None:
             return ""
-        return self._stops.push(self._detokenizer.push([token_id]))
+        text = self._detokenizer.push([token_id])
+        if self._unsearched:
+            self._unsearched -= 1
+            return text
+        return self._stops.push(text)
 
     def flush(self) -> str:
         """The rest of the text; a stop may still be found in it."""

@@ -100,10 +100,13 @@ def record(row_id: str | int, result: Sequence[pb.GenerateResponse] | Failure) -
     if isinstance(result, Failure):
         return {"id": row_id, "error": {"code": result.code, "message": result.message}}
     speculation, finish = result[-1].speculation, result[-1].finish
+    tokens = [token for response in result for token in response.tokens]
     return {
         "id": row_id,
         "text": "".join(response.text for response in result),
-        "token_ids": [token.id for response in result for token in response.tokens],
+        "token_ids": [token.id for token in tokens],
+        **logprobs([token.logprob for token in tokens if token.HasField("logprob")],
+                   [[(one.id, one.logprob) for one in token.top_logprobs] for token in tokens]),
         "finish_reason": finish_reason(finish),
         "source_tokens": finish.source_tokens,
         "new_tokens": finish.new_tokens,
@@ -117,6 +120,24 @@ def record(row_id: str | int, result: Sequence[pb.GenerateResponse] | Failure) -
             finish.timings, preserving_proto_field_name=True,
             always_print_fields_with_no_presence=True),
     }
+
+
+def logprobs(tokens: Sequence[float], top: Sequence[Sequence[tuple[int, float]]],
+             ) -> dict[str, Any]:
+    """The JSON of log-probabilities: their sum and each one; nothing without any.
+
+    Args:
+      tokens: of each token, or empty.
+      top: ids and log-probabilities of the most likely ids at each token's place.
+    """
+    if not tokens:
+        return {}
+    fields: dict[str, Any] = {"logprob": round(sum(tokens), 5),
+                              "token_logprobs": [round(value, 5) for value in tokens]}
+    if any(top):
+        fields["top_logprobs"] = [[[token, round(value, 5)] for token, value in place]
+                                  for place in top]
+    return fields
 
 
 def finish_reason(finish: pb.Finish) -> str:

@@ -31,13 +31,17 @@ class Request:
     Attributes:
       request_id: the client's name for it, or the server's.
       source: encoder ids, final EOS included.
-      sampling: temperature, top-k, top-p.
+      sampling: how tokens are chosen.
       seed: in [0, 2**64).
       max_new_tokens: EOS included.
+      min_new_tokens: before which neither end ids nor stop strings end the output.
       eos_ids: ids that end the output; may be empty.
       stop: strings that end the output.
       draft_length: drafts per step; 0 is plain decoding, None is chosen for every step.
       label: the request's kind.
+      decoder_prompt: ids that the output begins with; not sent back.
+      logprobs: number of most likely ids whose log-probabilities come with every token,
+        beside the token's own; None is none at all.
       deadline: by the engine loop's clock, in seconds; None is never.
     """
 
@@ -46,20 +50,30 @@ class Request:
     sampling: SamplingParams
     seed: int
     max_new_tokens: int
+    min_new_tokens: int = 0
     eos_ids: tuple[int, ...]
     stop: tuple[str, ...] = ()
     draft_length: int | None
     label: str = ""
+    decoder_prompt: tuple[int, ...] = ()
+    logprobs: int | None = None
     deadline: float | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Token:
-    """One new token and the text that became certain with it."""
+    """One new token and the text that became certain with it.
+
+    Attributes:
+      logprob: its log-probability under the target itself, if asked for.
+      top_logprobs: ids and log-probabilities of the most likely ones, best first.
+    """
 
     id: int
     origin: Origin
     text: str
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -83,13 +83,23 @@ class Ticket:
         for place, token_id in enumerate(ids):
             end = reason is FinishReason.EOS and place == len(ids) - 1
             text = "" if end else self._text.push(token_id)
-            tokens.append(Token(token_id, origin(place, accepted=accepted, drafted=drafted), text))
+            tokens.append(Token(token_id, origin(place, accepted=accepted, drafted=drafted), text,
+                                *self._logprobs(output, slot, place)))
             if self._text.stop is not None:
                 return tokens
         if reason is not FinishReason.NONE:
             last = tokens[-1]
             tokens[-1] = dataclasses.replace(last, text=last.text + self._text.flush())
         return tokens
+
+    def _logprobs(self, output: StepOutput, slot: int, place: int,
+                  ) -> tuple[float | None, tuple[tuple[int, float], ...]]:
+        count = self.request.logprobs
+        if count is None:
+            return None, ()
+        top_ids, top = (x[slot, place, :count].tolist()
+                        for x in (output.logprobs.top_ids, output.logprobs.top))
+        return float(output.logprobs.tokens[slot, place]), tuple(zip(top_ids, top, strict=True))
 
     def _finish(self, reason: FinishReason, now: float) -> Finish | None:
         stop = self._text.stop

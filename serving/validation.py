@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from tpuspec.config import EngineConfig
 from tpuspec.decode_state import MAX_EOS_IDS
 from tpuspec.protos import generation_pb2 as pb
-from tpuspec.sampling import SamplingParams
+from tpuspec.sampling import SamplingParams, check_min_new_tokens
 from tpuspec.serving.interfaces import Vocabulary
 from tpuspec.serving.request import Request
+from tpuspec.token_logprobs import MAX_TOP_LOGPROBS
 
 MAX_REQUEST_ID = 256  # characters
 MAX_LABEL = 64  # characters
@@ -45,32 +46,51 @@ class Door:
         _check_length("request_id", len(message.request_id), 0, MAX_REQUEST_ID, "characters")
         # The cheap fields first: a refusal should not wait for the tokenizer.
         sampling = self._sampling(message.sampling)
-        max_new_tokens = (message.max_new_tokens if message.HasField("max_new_tokens")
-                          else config.max_target_length)
-        _check("max_new_tokens", max_new_tokens, 1, config.max_target_length)
+        if message.HasField("max_new_tokens"):
+            _check("max_new_tokens", message.max_new_tokens, 1, config.max_target_length)
+            decoder_prompt = self._decoder_prompt(message, message.max_new_tokens)
+            max_new_tokens = message.max_new_tokens
+        else:
+            decoder_prompt = self._decoder_prompt(message, 1)
+            max_new_tokens = config.max_target_length - len(decoder_prompt)
         draft_length = (message.draft_length if message.HasField("draft_length")
                         else config.draft_length)
         if draft_length is not None:
             _check("draft_length", draft_length, 0, config.max_draft_length)
         _check_length("label", len(message.label), 0, MAX_LABEL, "characters")
+        logprobs = message.logprobs if message.HasField("logprobs") else None
+        if logprobs is not None:
+            _check("logprobs", logprobs, 0, min(MAX_TOP_LOGPROBS, self._vocabulary_size))
+        eos_ids = self._eos_ids(message)
+        check_min_new_tokens(message.min_new_tokens, max_new_tokens=max_new_tokens,
+                             eos_ids=eos_ids, sampling=sampling,
+                             vocabulary_size=self._vocabulary_size)
         return Request(
             request_id=message.request_id or uuid.uuid4().hex,
             sampling=sampling, max_new_tokens=max_new_tokens, draft_length=draft_length,
             label=message.label,
-            eos_ids=self._eos_ids(message), stop=self._stop(message.stop),
-            source=self._source(message), deadline=deadline,
+            min_new_tokens=message.min_new_tokens, eos_ids=eos_ids, stop=self._stop(message.stop),
+            source=self._source(message), deadline=deadline, logprobs=logprobs,
+            decoder_prompt=decoder_prompt,
             # 53 bits survive every JSON reader, so that an echoed seed can be used again.
             seed=message.seed if message.HasField("seed") else secrets.randbits(53))
 
     def _sampling(self, message: pb.Sampling) -> SamplingParams:
-        for name in ("temperature", "top_p"):
+        for name in ("temperature", "top_p", "min_p"):
             value = getattr(message, name)
             if not math.isfinite(value):
                 raise ValueError(f"sampling.{name} must be finite, got {value}")
         try:
-            return SamplingParams(
+            params = SamplingParams(
                 temperature=message.temperature, top_k=message.top_k,
-                top_p=message.top_p if message.HasField("top_p") else 1.0)
+                top_p=message.top_p if message.HasField("top_p") else 1.0, min_p=message.min_p,
+                repetition_penalty=message.repetition_penalty if message.HasField(
+                    "repetition_penalty") else 1.0,
+                presence_penalty=message.presence_penalty,
+                frequency_penalty=message.frequency_penalty, logit_bias=dict(message.logit_bias),
+                banned_ids=tuple(message.banned_ids), allowed_ids=tuple(message.allowed_ids))
+            params.check_ids(self._vocabulary_size)
+            return params
         except ValueError as error:
             raise ValueError(f"sampling.{error}") from None
 
@@ -115,6 +135,26 @@ class Door:
         if len(ids) > limit:
             raise ValueError(f"{name} must have at most {limit} tokens with the final "
                              f"end-of-sequence id, got {len(ids)}")
+        return tuple(ids)
+
+    def _decoder_prompt(self, message: pb.GenerateRequest, new_tokens: int) -> tuple[int, ...]:
+        """Args: new_tokens: for which there must be room behind it."""
+        match name := message.WhichOneof("decoder_prompt"):
+            case "decoder_text":
+                if self._vocabulary is None:
+                    raise ValueError("decoder_text needs a vocabulary and this model has none: "
+                                     "send decoder_token_ids")
+                _check_length(name, len(message.decoder_text), 0, MAX_TEXT, "characters")
+                ids = self._vocabulary.encode(message.decoder_text)[:-1]
+            case "decoder_token_ids":
+                ids = list(message.decoder_token_ids.ids)
+            case _:
+                return ()
+        limit = self._config.max_target_length
+        if len(ids) > limit - new_tokens:
+            raise ValueError(f"{name} must have at most {limit - new_tokens} tokens, which is "
+                             f"{limit} less max_new_tokens (or 1), got {len(ids)}")
+        self._check_ids(name, ids)
         return tuple(ids)
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:

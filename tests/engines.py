@@ -59,6 +59,9 @@ class Job:
     max_new_tokens: int = 32
     eos_ids: Sequence[int] = (1,)
     draft_length: int | None = 4
+    min_new_tokens: int = 0
+    decoder_prompt: Sequence[int] = ()
+    logprobs: bool = False
     start: int = 0
 
 
@@ -68,6 +71,8 @@ class Result:
     finish: FinishReason
     stats: SpeculationStats
     per_step: list[SpeculationStats]
+    logprobs: list[float] = dataclasses.field(default_factory=list)
+    top: list[list[tuple[int, float]]] = dataclasses.field(default_factory=list)
 
 
 def run(engine: Engine, jobs: Sequence[Job], slots: Sequence[int] | None = None) -> list[Result]:
@@ -95,6 +100,10 @@ def run(engine: Engine, jobs: Sequence[Job], slots: Sequence[int] | None = None)
         for j, slot in list(running.items()):
             result, n = results[j], int(output.num_tokens[slot])
             result.ids += np.asarray(output.tokens)[slot, :n].tolist()
+            found = output.logprobs
+            result.logprobs += found.tokens[slot, :n].tolist()
+            result.top += [list(zip(ids.tolist(), values.tolist(), strict=True)) for ids, values
+                           in zip(found.top_ids[slot, :n], found.top[slot, :n], strict=True)]
             result.per_step.append(SpeculationStats.of_slot(output, slot))
             result.stats += result.per_step[-1]
             result.finish = FinishReason(int(output.finish[slot]))

@@ -1,13 +1,56 @@
-"""Warping, acceptance and drawing by sorting, in float64, one row at a time.
+"""Adjusting, warping, acceptance and drawing by sorting, in float64, one row at a time.
 
 Each decision comes with its margin: how far, relative to what is compared, the inputs
 are from another decision. A kernel in float32 must decide the same where the margin is
 more than rounding.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 
 ROUNDING = 3e-6  # a few float32 roundings in sums of hundreds of terms
+
+
+def adjust(logits: np.ndarray, counts: np.ndarray, *, repetition_penalty: float = 1.0,
+           presence_penalty: float = 0.0, frequency_penalty: float = 0.0,
+           logit_bias: Mapping[int, float] | None = None, banned_ids: Sequence[int] = (),
+           allowed_ids: Sequence[int] = ()) -> np.ndarray:
+    """Logits after penalties, bias and bans; ``counts`` are those of the tokens before."""
+    adjusted = logits.astype(np.float64)
+    for token in range(len(adjusted)):
+        if counts[token]:
+            adjusted[token] *= (1 / repetition_penalty if adjusted[token] > 0
+                                else repetition_penalty)
+            adjusted[token] -= presence_penalty + frequency_penalty * counts[token]
+        adjusted[token] += (logit_bias or {}).get(token, 0.0)
+        if token in banned_ids or (allowed_ids and token not in allowed_ids):
+            adjusted[token] = -np.inf
+    return adjusted
+
+
+def sequences(logits: np.ndarray, length: int, *, start: int = 0, min_new_tokens: int = 0,
+              eos_ids: Sequence[int] = (), temperature: float = 1.0, top_k: int = 0,
+              top_p: float = 1.0, min_p: float = 0.0, banned_ids: Sequence[int] = (),
+              **options: Any) -> dict[tuple[int, ...], float]:
+    """Probability of every sequence of tokens of a CHAIN with logits [V(next), V(last)];
+    what follows an end id is 0."""
+    found: dict[tuple[int, ...], float] = {(): 1.0}
+    for position in range(length):
+        early = tuple(eos_ids) if position < min_new_tokens else ()
+        longer: dict[tuple[int, ...], float] = {}
+        for tokens, probability in found.items():
+            if set(tokens) & set(eos_ids):
+                longer[*tokens, 0] = probability
+                continue
+            counts = np.bincount(tokens or [0], minlength=len(logits)) * bool(tokens)
+            adjusted = adjust(logits[:, tokens[-1] if tokens else start], counts,
+                              banned_ids=(*banned_ids, *early), **options)
+            p, _ = warp(adjusted, temperature, top_k, top_p, min_p, len(logits))
+            longer |= {(*tokens, int(i)): probability * p[i] for i in np.flatnonzero(p > 1e-15)}
+        found = longer
+    return found
 
 
 def warp(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float,

@@ -14,10 +14,14 @@ from tpuspec.sampling import SamplingParams
 
 CONFIG = EngineConfig(slots=2, source_buckets=(4, 8), max_target_length=8, draft_lengths=(0, 2),
                       draft_length=2)
-SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
+SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, presence_penalty=0.5,
+                         logit_bias={7: 1.0}, banned_ids=(11, 12))
 JOBS = [Job(source=[5, 9, 7, 1], eos_ids=(), max_new_tokens=8, draft_length=2),
-        Job(source=[11, 1], eos_ids=(), max_new_tokens=7, draft_length=2, sampling=SAMPLED, seed=3),
-        Job(source=[30, 4, 1], eos_ids=(), max_new_tokens=8, draft_length=0, start=5)]
+        Job(source=[11, 1], eos_ids=(), max_new_tokens=5, decoder_prompt=(9, 40, 3), draft_length=2,
+            sampling=SAMPLED, seed=3),
+        Job(source=[30, 4, 1], eos_ids=(), max_new_tokens=6, draft_length=0, start=5,
+            decoder_prompt=(7, 8),
+            sampling=SamplingParams(repetition_penalty=1.5, allowed_ids=tuple(range(3, 30))))]
 
 
 def pair(**shape):

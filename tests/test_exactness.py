@@ -5,6 +5,8 @@ through the real step program, in batches of 1 and 4, for γ = 1..8. Single toke
 every position and pairs of successive tokens are compared by chi-square.
 """
 
+import collections
+import dataclasses
 import functools
 
 import jax
@@ -13,14 +15,16 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax import lax
-from programmable import chain, chain_config, fixed
+from programmable import IMPOSSIBLE, chain, chain_config, chain_of_logits, fixed
+from sampling_oracle import sequences
 from scipy import stats
 
 from tpuspec import kernels
-from tpuspec.decode_state import DecodeState, Slots
+from tpuspec.decode_state import MAX_EOS_IDS, DecodeState, Slots
 from tpuspec.kernel_choice import KernelChoice
 from tpuspec.kv_cache import DecoderCache
-from tpuspec.sampling import SlotSampling
+from tpuspec.logit_adjustment import SlotAdjustments
+from tpuspec.sampling import SamplingParams, SlotSampling
 from tpuspec.speculative_step import step
 
 V, LENGTH = 16, 10
@@ -40,7 +44,8 @@ def _random_chain(seed: int) -> np.ndarray:
 P_CHAIN, Q_CHAIN = _random_chain(1), _random_chain(2)
 
 
-def warped(table: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
+def warped(table: np.ndarray, temperature: float, top_k: int, top_p: float,
+           min_p: float) -> np.ndarray:
     """The oracle's distribution per column, by sorting, in float64."""
     result = np.zeros_like(table)
     for last in range(table.shape[1]):
@@ -57,18 +62,19 @@ def warped(table: np.ndarray, temperature: float, top_k: int, top_p: float) -> n
         if top_p < 1:
             cut = np.searchsorted(np.cumsum(p[order]), top_p * p.sum()) + 1
             p[order[cut:]] = 0
+        p[p < min_p * p.max()] = 0
         result[:, last] = p / p.sum()
     return result
 
 
 @functools.cache
 def runner(draft_length: int, batch: int, groups: int):
-    """(target params, draft params, sampling) -> tokens and their places in the block of
-    the step they came from, both [groups * batch, LENGTH]."""
+    """(target params, draft params, slots) -> tokens and their places in the block of
+    the step they came from, both [groups * batch, LENGTH]; 0 after an end id."""
     graph = nnx.split(chain(P_CHAIN))[0]
 
     @jax.jit
-    def run(target_params, draft_params, sampling):
+    def run(target_params, draft_params, slots):
         target, draft = nnx.merge(graph, target_params), nnx.merge(graph, draft_params)
 
         def cache():
@@ -78,11 +84,8 @@ def runner(draft_length: int, batch: int, groups: int):
         def group(number):
             seeds = jnp.stack([jnp.full(batch, number, jnp.uint32),
                                jnp.arange(batch, dtype=jnp.uint32)], axis=1)
-            slots = Slots(**{**vars(Slots.empty(batch)), "active_B": jnp.ones(batch, bool),
-                             "max_length_B": jnp.full(batch, 1000, jnp.int32),
-                             "draft_limit_B": jnp.full(batch, draft_length, jnp.int32),
-                             "seed_B2": seeds, "sampling": sampling})
-            state = DecodeState(slots=slots, target_cache=cache(), draft_cache=cache())
+            state = DecodeState(slots=dataclasses.replace(slots, seed_B2=seeds),
+                                target_cache=cache(), draft_cache=cache())
 
             def turn(carry, _):
                 state, out, filled = carry
@@ -112,13 +115,20 @@ def sample(*args, **kwargs) -> np.ndarray:
     return sample_with_places(*args, **kwargs)[0]
 
 
-def sample_with_places(target, draft, draft_length, batch, temperature=1.0, top_k=0, top_p=1.0,
-                       outputs=4000) -> np.ndarray:
-    sampling = SlotSampling(temperature_B=jnp.full(batch, temperature, jnp.float32),
-                            top_k_B=jnp.full(batch, top_k, jnp.int32),
-                            top_p_B=jnp.full(batch, top_p, jnp.float32))
+def sample_with_places(target, draft, draft_length, batch, outputs=4000, min_new_tokens=0,
+                       eos_ids=(), prompt=(), **options) -> np.ndarray:
+    params = [SamplingParams(**{"temperature": 1.0} | options)] * batch
+    ends = [*eos_ids, *[-1] * (MAX_EOS_IDS - len(eos_ids))]
+    slots = dataclasses.replace(
+        Slots.empty(batch, V, LENGTH), active_B=jnp.ones(batch, bool),
+        max_length_B=jnp.full(batch, 1000, jnp.int32),
+        draft_limit_B=jnp.full(batch, draft_length, jnp.int32),
+        eos_ids_BE=jnp.tile(jnp.asarray(ends, jnp.int32), (batch, 1)),
+        sampling=SlotSampling.of(params),
+        adjustments=SlotAdjustments.of(params, V, LENGTH, min_new_tokens=min_new_tokens,
+                                       prompt=prompt))
     run = runner(draft_length, batch, outputs // batch)
-    return np.asarray(run(nnx.split(target)[1], nnx.split(draft)[1], sampling))
+    return np.asarray(run(nnx.split(target)[1], nnx.split(draft)[1], slots))
 
 
 def pvalue(counts: np.ndarray, expected: np.ndarray) -> float:
@@ -153,7 +163,7 @@ def check(tokens: np.ndarray, table: np.ndarray) -> float:
 
 SETTINGS = [dict(temperature=t) for t in (0.0, 0.7, 1.0)] + [
     dict(temperature=1.0, top_k=2), dict(temperature=1.0, top_p=0.75),
-    dict(temperature=0.7, top_k=3, top_p=0.9)]
+    dict(temperature=0.7, top_k=3, top_p=0.9), dict(temperature=1.0, min_p=0.3)]
 
 
 # Every draft length with one of the batches; the other half takes as long again.
@@ -164,12 +174,13 @@ def test_outputs_of_a_chain_have_the_targets_distribution(draft_length, batch):
     target, draft = chain(P_CHAIN), chain(Q_CHAIN)
     for setting in SETTINGS:
         tokens = sample(target, draft, draft_length, batch, outputs=2000, **setting)
-        options = {"top_k": 0, "top_p": 1.0} | setting
+        options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0} | setting
         assert check(tokens, warped(P_CHAIN, **options)) > 1e-4, setting
 
 
 @pytest.mark.parametrize(("setting", "frequencies"), [
     (dict(top_k=2), (0.625, 0.375, 0.0)), (dict(top_p=0.75), (0.625, 0.375, 0.0)),
+    (dict(min_p=0.5), (0.625, 0.375, 0.0)),
     (dict(temperature=0.5), (0.25 / 0.38, 0.09 / 0.38, 0.04 / 0.38))])
 def test_q_in_the_accept_ratio_is_the_distribution_the_draft_was_sampled_from(
         setting, frequencies):
@@ -235,3 +246,67 @@ def test_a_wrong_accept_rule_would_be_seen(broken, monkeypatch):
     finally:
         runner.cache_clear()
     assert check(tokens, P_CHAIN) < 1e-12
+
+
+# ---- penalties, biases, bans -------------------------------------------------
+
+
+def _logits(table: np.ndarray) -> np.ndarray:
+    """Of both signs, which a repetition penalty treats differently."""
+    return np.log(np.maximum(table, np.exp(IMPOSSIBLE))) + 1.5
+
+
+ADJUSTED = [
+    dict(repetition_penalty=1.8), dict(presence_penalty=0.9, frequency_penalty=0.6),
+    dict(frequency_penalty=-0.5, temperature=0.7), dict(logit_bias={3: 1.5, 5: -2.0}),
+    dict(banned_ids=(4,), allowed_ids=(2, 3, 4, 5)), dict(min_new_tokens=3, eos_ids=(6, 3)),
+    dict(temperature=0.8, top_k=4, top_p=0.95, min_p=0.05, repetition_penalty=1.2,
+         presence_penalty=0.5, frequency_penalty=0.3, logit_bias={6: 1.0}, banned_ids=(3,),
+         min_new_tokens=2, eos_ids=(6,)),
+    dict(prompt=(5, 8, 3), presence_penalty=0.8, min_new_tokens=2, eos_ids=(4, 5))]
+_SEQUENCE = 6
+
+
+def triples(tokens: np.ndarray, expected: dict[tuple[int, ...], float]) -> float:
+    """Smallest p-value over three successive tokens, from every position: what comes
+    depends on all tokens before."""
+    worst = 1.0
+    for first in range(_SEQUENCE - 2):
+        found = collections.Counter(map(tuple, tokens[:, first:first + 3].tolist()))
+        wanted: collections.Counter = collections.Counter()
+        for sequence, probability in expected.items():
+            wanted[sequence[first:first + 3]] += probability
+        cells = sorted(set(found) | set(wanted))
+        worst = min(worst, pvalue(np.array([found[c] for c in cells]),
+                                  np.array([wanted[c] for c in cells])))
+    return worst
+
+
+@functools.cache
+def expected_sequences(number: int) -> dict[tuple[int, ...], float]:
+    options = dict(ADJUSTED[number])
+    *_, start = (0, *options.pop("prompt", ()))
+    return sequences(_logits(P_CHAIN), _SEQUENCE, start=start, **options)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("draft_length", range(1, 5))
+def test_outputs_under_options_have_the_targets_adjusted_distribution(draft_length, batch):
+    target, draft = chain_of_logits(_logits(P_CHAIN)), chain_of_logits(_logits(Q_CHAIN))
+    for number, options in enumerate(ADJUSTED):
+        tokens = sample(target, draft, draft_length, batch, outputs=2000, **options)
+        assert triples(tokens, expected_sequences(number)) > 1e-4, options
+
+
+def test_penalties_that_miss_the_drafts_before_a_row_would_be_seen(monkeypatch):
+    adjust = SlotAdjustments.adjust
+    monkeypatch.setattr(SlotAdjustments, "adjust", lambda self, logits, positions, before, ends: (
+        adjust(self, logits, positions, jnp.full_like(before, -1), ends)))
+    options = dict(presence_penalty=0.9, frequency_penalty=0.6)
+    runner.cache_clear()
+    try:
+        tokens = sample(chain_of_logits(_logits(P_CHAIN)), chain_of_logits(_logits(Q_CHAIN)),
+                        4, 4, **options)
+    finally:
+        runner.cache_clear()
+    assert triples(tokens, expected_sequences(ADJUSTED.index(options))) < 1e-12

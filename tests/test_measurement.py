@@ -1,11 +1,13 @@
 """Definitions of α, draft acceptance rate and c, and the paper's formulas."""
 
+import jax
 import numpy as np
 import pytest
 
 from tpuspec.decode_state import StepOutput
 from tpuspec.measurement import CostReport, SpeculationStats, time_interleaved
 from tpuspec.theory import expected_tokens, speedup
+from tpuspec.token_logprobs import TokenLogprobs
 
 
 def test_expected_tokens_is_equation_1():
@@ -56,10 +58,14 @@ def test_one_host_array_carries_a_whole_step():
     output = StepOutput(tokens=np.arange(6, dtype=np.int32).reshape(2, 3),
                         num_tokens=np.array([1, 0], np.int32), drafted=np.array([2, 0], np.int32),
                         accepted=np.array([0, 0], np.int32), examined=np.array([1, 0], np.int32),
-                        finish=np.array([2, 0], np.int32), overlap=np.array([0.3, 0.0], np.float32))
-    again = StepOutput.unpack(np.asarray(output.pack()))
-    for name in StepOutput._fields:
-        np.testing.assert_array_equal(getattr(again, name), getattr(output, name))
+                        finish=np.array([2, 0], np.int32), overlap=np.array([0.3, 0.0], np.float32),
+                        logprobs=TokenLogprobs(
+                            tokens=-np.arange(6, dtype=np.float32).reshape(2, 3) / 7,
+                            top=-np.arange(24, dtype=np.float32).reshape(2, 3, 4) / 9,
+                            top_ids=np.arange(24, dtype=np.int32).reshape(2, 3, 4)))
+    again = StepOutput.unpack(np.asarray(output.pack()), width=3)
+    for found, expected in zip(jax.tree.leaves(again), jax.tree.leaves(output), strict=True):
+        np.testing.assert_array_equal(found, expected)
     stats = SpeculationStats.of_slot(again, 0)
     assert (stats.steps, stats.examined, stats.emitted) == (1, 1, 1)
     assert SpeculationStats.of_slot(again, 1) == SpeculationStats()

@@ -14,7 +14,9 @@ from tpuspec.sampling import SamplingParams
 CONFIG = EngineConfig(slots=4, source_buckets=(16,), max_target_length=12,
                       draft_lengths=(0, 3), draft_length=3)
 JOBS = [Job(source=[5 + i, 9, 1], seed=i, eos_ids=(), max_new_tokens=12 - i,
-            sampling=SamplingParams(temperature=float(i % 2)), draft_length=3)
+            logprobs=i == 1,
+            sampling=SamplingParams(temperature=float(i % 2), presence_penalty=i / 3,
+                                    banned_ids=(7,) * (i == 2)), draft_length=3)
         for i in range(4)]
 
 
@@ -22,9 +24,9 @@ def ids(target, draft, mesh):
     engine = Engine(target, draft, CONFIG, vocabulary_size=48, mesh=mesh)
     engine.compile()
     before = engine.compilations
-    results = [r.ids for r in run(engine, JOBS)]
+    results = run(engine, JOBS)
     assert engine.compilations == before
-    return results, engine
+    return [(r.ids, pytest.approx(r.logprobs, abs=1e-4)) for r in results], engine
 
 
 @pytest.mark.parametrize(("data", "model"), [(2, 2), (1, 4)])

@@ -12,9 +12,8 @@ from tpuspec.sampling import Purpose, SamplingParams, SlotSampling, seed_words, 
 
 
 def options(temperature, top_k, top_p) -> WarpOptions:
-    return SlotSampling(temperature_B=jnp.asarray(temperature, jnp.float32),
-                        top_k_B=jnp.asarray(top_k, jnp.int32),
-                        top_p_B=jnp.asarray(top_p, jnp.float32)).options()
+    return SlotSampling.of([SamplingParams(temperature=t, top_k=k, top_p=p) for t, k, p in zip(
+        temperature, top_k, top_p, strict=True)]).options()
 
 
 def oracle(logits: np.ndarray, temperature: float, top_k: int, top_p: float,
@@ -124,7 +123,9 @@ def test_random_numbers_depend_on_seed_position_and_purpose_alone():
 @pytest.mark.parametrize(("field", "value", "bound"), [
     ("temperature", -1.0, "[0.0, 100.0]"), ("temperature", float("nan"), "[0.0, 100.0]"),
     ("temperature", 1e-9, "at least 0.001"), ("top_k", -1, "[0, 2147483647]"),
-    ("top_p", 0.0, "(0, 1]"), ("top_p", 1.5, "(0, 1]"), ("top_p", float("nan"), "(0, 1]")])
+    ("top_p", 0.0, "(0, 1]"), ("top_p", 1.5, "(0, 1]"), ("top_p", float("nan"), "(0, 1]"),
+    ("min_p", -0.1, "[0.0, 1.0]"), ("min_p", 1.5, "[0.0, 1.0]"),
+    ("min_p", float("nan"), "[0.0, 1.0]")])
 def test_bad_sampling_parameters_are_named_with_value_and_bound(field, value, bound):
     with pytest.raises(ValueError) as error:
         SamplingParams(**{field: value})

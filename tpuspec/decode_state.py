@@ -11,10 +11,11 @@ import numpy as np
 from jax import lax
 
 from tpuspec.kv_cache import DecoderCache
+from tpuspec.logit_adjustment import NO_ID, SlotAdjustments
 from tpuspec.sampling import SlotSampling
+from tpuspec.token_logprobs import TokenLogprobs
 
 MAX_EOS_IDS = 8
-NO_ID = -1
 
 
 class FinishReason(enum.IntEnum):
@@ -29,7 +30,8 @@ class FinishReason(enum.IntEnum):
 @functools.partial(
     jax.tree_util.register_dataclass, meta_fields=[],
     data_fields=["active_B", "length_B", "last_two_B2", "max_length_B", "source_length_B",
-                 "eos_ids_BE", "draft_limit_B", "seed_B2", "sampling"])
+                 "eos_ids_BE", "draft_limit_B", "seed_B2", "sampling", "adjustments",
+                 "logprobs_B"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slots:
     """Per-slot state.
@@ -44,7 +46,9 @@ class Slots:
       eos_ids_BE: ids that end the output; unused places hold -1.
       draft_limit_B: drafts examined per step at the most; 0 is plain decoding.
       seed_B2: the request's seed as two 32-bit words.
-      sampling: temperature, top-k, top-p.
+      sampling: temperature, top-k, top-p, min-p.
+      adjustments: penalties, biases, bans and the decoder prompt.
+      logprobs_B: whether the request asks for log-probabilities.
     """
 
     active_B: jax.Array
@@ -56,16 +60,25 @@ class Slots:
     draft_limit_B: jax.Array
     seed_B2: jax.Array
     sampling: SlotSampling
+    adjustments: SlotAdjustments
+    logprobs_B: jax.Array
 
     @classmethod
-    def empty(cls, slots: int) -> "Slots":
+    def empty(cls, slots: int, vocabulary_size: int, longest_prompt: int) -> "Slots":
         ints = functools.partial(jnp.zeros, dtype=jnp.int32)
         return cls(active_B=jnp.zeros(slots, bool), length_B=jnp.ones(slots, jnp.int32),
                    last_two_B2=ints((slots, 2)), max_length_B=jnp.ones(slots, jnp.int32),
                    source_length_B=jnp.ones(slots, jnp.int32),
                    eos_ids_BE=jnp.full((slots, MAX_EOS_IDS), NO_ID, jnp.int32),
                    draft_limit_B=ints(slots), seed_B2=jnp.zeros((slots, 2), jnp.uint32),
-                   sampling=SlotSampling.greedy(slots))
+                   sampling=SlotSampling.greedy(slots),
+                   adjustments=SlotAdjustments.none(slots, vocabulary_size, longest_prompt),
+                   logprobs_B=jnp.zeros(slots, bool))
+
+    @property
+    def adjusting(self) -> jax.Array:
+        """Whether any active slot's logits must be adjusted in the next step; a scalar."""
+        return self.adjustments.needed(self.active_B, self.length_B)
 
     def insert(self, slot: jax.Array, row: "Slots") -> "Slots":
         """Puts the single row of ``row`` in place of the slot's."""
@@ -97,14 +110,17 @@ class StepOutput(NamedTuple):
     """What one step did, per slot, on device or host.
 
     Attributes:
-      tokens: [B, G] new final tokens, meaningful below ``num_tokens``.
-      num_tokens: [B] int32 accepted drafts and the target's own token, after cuts.
+      tokens: [B, G] new final tokens, meaningful below ``num_tokens``. Those of a decoder
+        prompt are not new and enter no count.
+      num_tokens: [B] int32 accepted drafts and the target's own token, after cuts; 0 where
+        the step was within the prompt.
       drafted: [B] drafts offered to the verify pass.
       accepted: [B] drafts among the new tokens.
       examined: [B] accepted, plus one if the step ended in a rejection. Drafts after
         a rejection, or cut by EOS or the length cap, were never judged.
       finish: [B] FinishReason.
       overlap: [B] float32 Σ min(p, q) summed over the examined positions.
+      logprobs: of the tokens.
     """
 
     tokens: jax.Array | np.ndarray
@@ -114,16 +130,20 @@ class StepOutput(NamedTuple):
     examined: jax.Array | np.ndarray
     finish: jax.Array | np.ndarray
     overlap: jax.Array | np.ndarray
+    logprobs: TokenLogprobs
 
     def pack(self) -> jax.Array:
-        """One int32 array [B, G + 6]: one host copy a step."""
+        """One int32 array [B, 6 + G + G (1 + 2 N)]: one host copy a step."""
         columns = [jnp.asarray(x) for x in self[1:6]]
         columns.append(lax.bitcast_convert_type(jnp.asarray(self.overlap), jnp.int32))
-        return jnp.concatenate([jnp.asarray(self.tokens), jnp.stack(columns, axis=1)], axis=1)
+        return jnp.concatenate([jnp.stack(columns, axis=1), jnp.asarray(self.tokens),
+                                self.logprobs.pack()], axis=1)
 
     @classmethod
-    def unpack(cls, packed: np.ndarray) -> "StepOutput":
-        counts = np.ascontiguousarray(packed[:, -6:].T)
-        return cls(tokens=packed[:, :-6], num_tokens=counts[0], drafted=counts[1],
+    def unpack(cls, packed: np.ndarray, width: int) -> "StepOutput":
+        """Args: width: G."""
+        counts = np.ascontiguousarray(packed[:, :6].T)
+        return cls(tokens=packed[:, 6:6 + width], num_tokens=counts[0], drafted=counts[1],
                    accepted=counts[2], examined=counts[3], finish=counts[4],
-                   overlap=counts[5].view(np.float32))
+                   overlap=counts[5].view(np.float32),
+                   logprobs=TokenLogprobs.unpack(packed[:, 6 + width:], width))

@@ -12,13 +12,14 @@ from jax.sharding import Mesh
 
 from tpuspec import mesh as mesh_lib
 from tpuspec.config import EngineConfig, check_range
-from tpuspec.decode_state import MAX_EOS_IDS, NO_ID, Slots, StepOutput
+from tpuspec.decode_state import MAX_EOS_IDS, Slots, StepOutput
 from tpuspec.draft_lengths import Drafting, DraftLengths
 from tpuspec.kernel_choice import KernelChoice
+from tpuspec.logit_adjustment import NO_ID, SlotAdjustments
 from tpuspec.measurement import CostReport
 from tpuspec.pass_timing import time_passes
 from tpuspec.programs import Key, Programs
-from tpuspec.sampling import SamplingParams, SlotSampling, seed_words
+from tpuspec.sampling import SamplingParams, SlotSampling, check_min_new_tokens, seed_words
 from tpuspec.t5 import T5
 
 Progress = Callable[[str, int, int], None]
@@ -72,7 +73,7 @@ class StepHandle:
         self._done = done
 
     def read(self) -> StepOutput:
-        output = StepOutput.unpack(np.asarray(self._packed))
+        output = StepOutput.unpack(np.asarray(self._packed), self.draft_length + 1)
         self._done(self, output)
         return output
 
@@ -86,7 +87,8 @@ class Engine:
     One thread may use an engine.
 
     Memory beside the weights: both models' caches, 2 L slots (T + S) N H elements
-    each, with T = config.target_positions and S = config.max_source_length.
+    each, with T = config.target_positions and S = config.max_source_length; 8 bytes for
+    each slot and id of the vocabulary.
     """
 
     def __init__(self, target: T5, draft: T5 | None, config: EngineConfig, *,
@@ -161,7 +163,8 @@ class Engine:
 
     def insert(self, slot: int, source: Sequence[int], *, sampling: SamplingParams, seed: int,
                max_new_tokens: int, eos_ids: Sequence[int], draft_length: int | None,
-               label: str = "") -> None:
+               label: str = "", min_new_tokens: int = 0, decoder_prompt: Sequence[int] = (),
+               logprobs: bool = False) -> None:
         """Encodes a source once per model and gives it a slot.
 
         Args:
@@ -174,6 +177,10 @@ class Engine:
             accepted and by the clock, so that outputs at a temperature above 0 are then
             exact samples, but not the same ones every time.
           label: the request's kind: what was accepted of others tells where to begin.
+          min_new_tokens: no end id comes before as many others; at most max_new_tokens.
+          decoder_prompt: ids that the output begins with after the start token. They are not
+            new tokens; with these at most config.max_target_length.
+          logprobs: whether to compute the tokens' log-probabilities.
 
         Raises:
           ValueError: names the field, the value and the bound.
@@ -189,10 +196,16 @@ class Engine:
             raise ValueError("draft_length must be a number: this engine does not choose, got None")
         if draft_length is None and self._lengths is None:
             raise RuntimeError("measure must run before a draft length can be chosen")
+        check_range("length of decoder_prompt", len(decoder_prompt), 0,
+                    config.max_target_length - max_new_tokens)
         check_range("number of eos_ids", len(eos_ids), 0, MAX_EOS_IDS)
-        for name, ids in (("source id", source), ("eos_ids", eos_ids)):
+        for name, ids in (("source id", source), ("eos_ids", eos_ids),
+                          ("decoder_prompt id", decoder_prompt)):
             for value in ids:
                 check_range(name, value, 0, self.vocabulary_size - 1)
+        sampling.check_ids(self.vocabulary_size)
+        check_min_new_tokens(min_new_tokens, max_new_tokens=max_new_tokens, eos_ids=eos_ids,
+                             sampling=sampling, vocabulary_size=self.vocabulary_size)
         words = seed_words(seed)
         bucket = config.source_bucket(len(source))
         tokens = np.zeros((1, bucket), np.int32)
@@ -206,12 +219,14 @@ class Engine:
         row = Slots(
             active_B=one(True, np.bool_), length_B=one(1, np.int32),
             last_two_B2=one((self.start_id, 0), np.int32),
-            max_length_B=one(1 + max_new_tokens, np.int32),
+            max_length_B=one(1 + len(decoder_prompt) + max_new_tokens, np.int32),
             source_length_B=one(len(source), np.int32), eos_ids_BE=eos,
             draft_limit_B=one(limit, np.int32), seed_B2=one(words, np.uint32),
-            sampling=SlotSampling(temperature_B=one(sampling.temperature, np.float32),
-                                  top_k_B=one(sampling.top_k, np.int32),
-                                  top_p_B=one(sampling.top_p, np.float32)))
+            sampling=SlotSampling.of([sampling]),
+            adjustments=SlotAdjustments.of(
+                [sampling], self.vocabulary_size, config.max_target_length,
+                min_new_tokens=min_new_tokens, prompt=decoder_prompt),
+            logprobs_B=one(logprobs, np.bool_))
         self._state = self._run(("insert", bucket), self._state, np.int32(slot), tokens, row)
         self._disturbed = True
         self._tenants[slot] = _Tenant(

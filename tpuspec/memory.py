@@ -53,7 +53,8 @@ def check_fits(models: Sequence[T5Config], config: EngineConfig, *, dtype: Any,
         return
     abstract = [abstract_model(model, dtype) for model in models]
     programs = Programs(abstract[0], abstract[1] if len(abstract) == 2 else None, config,
-                        vocabulary_size=1, mesh=mesh, kernels=KernelChoice.default(mesh))
+                        vocabulary_size=min(model.vocab_size for model in models), mesh=mesh,
+                        kernels=KernelChoice.default(mesh))
     weights = bytes_on_device(programs.weights(*abstract))
     caches = bytes_on_device(abstract_state(programs, mesh))
     if weights + caches > available:

@@ -84,9 +84,12 @@ class Programs:
         history = None
         if self.config.draft_length is None:
             history = jnp.zeros((self.config.slots, self.config.target_positions), jnp.int32)
-        return DecodeState(slots=Slots.empty(self.config.slots), target_cache=caches[0],
+        return DecodeState(slots=self._empty_slots(self.config.slots), target_cache=caches[0],
                            draft_cache=caches[1] if len(caches) == 2 else None,
                            history_BT=history)
+
+    def _empty_slots(self, slots: int) -> Slots:
+        return Slots.empty(slots, self._vocabulary_size, self.config.max_target_length)
 
     def state_shardings(self, state: DecodeState) -> DecodeState:
         assert self._mesh is not None
@@ -161,7 +164,7 @@ class Programs:
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
         if name == "insert":
             tokens = jax.ShapeDtypeStruct((1, rest[0]), jnp.int32)
-            return self._insert, (scalar, tokens, jax.eval_shape(lambda: Slots.empty(1)))
+            return self._insert, (scalar, tokens, jax.eval_shape(lambda: self._empty_slots(1)))
         if name in ("release", "catch up"):
             return self._release if name == "release" else self._catch_up, (scalar,)
         return functools.partial(self._step if name == "step" else self._pass, *rest), ()

@@ -8,9 +8,11 @@ exact under every option.
 import dataclasses
 import enum
 import functools
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import random
 from jaxtyping import Array, Float, Int, UInt32
 
@@ -27,11 +29,29 @@ class SamplingParams:
       top_k: keep the k most likely ids; 0 is off. Ids tied with the k-th stay.
       top_p: keep the smallest set of most likely ids with this mass; 1 is off.
         Ids tied with the last of the set stay.
+      min_p: of what is left, keep ids at least this times as likely as the most likely
+        one; 0 is off.
+      repetition_penalty: positive logits of ids among the output's tokens so far are
+        divided by it, others multiplied; 1 is off.
+      presence_penalty: taken off the logits of ids among the output's tokens so far.
+      frequency_penalty: the same, times how often each is among them.
+      logit_bias: added to the logits, by id.
+      banned_ids: never come.
+      allowed_ids: all other ids never come; empty is off.
+
+    They act in this order: penalties, bias, bans, temperature, top-k, top-p, min-p.
     """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    banned_ids: Sequence[int] = ()
+    allowed_ids: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         check_range("temperature", self.temperature, 0.0, 100.0)
@@ -41,10 +61,56 @@ class SamplingParams:
         check_range("top_k", self.top_k, 0, 2**31 - 1)
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        check_range("min_p", self.min_p, 0.0, 1.0)
+        # Bounded, so that finite logits stay finite.
+        check_range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
+        check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for token, value in self.logit_bias.items():
+            check_range(f"logit_bias[{token}]", value, -100.0, 100.0)
+
+    def check_ids(self, vocabulary_size: int) -> None:
+        """Raises ValueError on ids that do not exist, and if none may come."""
+        for token in self.logit_bias:
+            check_range("logit_bias id", token, 0, vocabulary_size - 1)
+        for name in ("banned_ids", "allowed_ids"):
+            ids = getattr(self, name)
+            if len(ids) > vocabulary_size:
+                raise ValueError(f"{name} must have at most {vocabulary_size} ids, got {len(ids)}")
+            for place, value in enumerate(ids):
+                check_range(f"{name}[{place}]", value, 0, vocabulary_size - 1)
+        if (self.banned_ids or self.allowed_ids) and not self.leaves_without((), vocabulary_size):
+            if self.allowed_ids:
+                raise ValueError("allowed_ids must have an id that is not one of banned_ids, got "
+                                 f"{len(set(self.allowed_ids))} ids, all banned")
+            raise ValueError(f"banned_ids must leave one of {vocabulary_size} ids, got all")
+
+    def leaves_without(self, ids: Iterable[int], vocabulary_size: int) -> bool:
+        """Whether an id other than these may come."""
+        return bool((np.delete(self.bias(vocabulary_size), list(ids)) > -np.inf).any())
+
+    def bias(self, vocabulary_size: int) -> np.ndarray:
+        """[V] float32 what is added to the logits; -inf for ids that never come."""
+        bias = np.zeros(vocabulary_size, np.float32)
+        bias[list(self.logit_bias)] = list(self.logit_bias.values())
+        bias[list(self.banned_ids)] = -np.inf
+        if self.allowed_ids:
+            bias[np.delete(np.arange(vocabulary_size), list(self.allowed_ids))] = -np.inf
+        return bias
+
+
+def check_min_new_tokens(value: int, *, max_new_tokens: int, eos_ids: Sequence[int],
+                         sampling: SamplingParams, vocabulary_size: int) -> None:
+    """Raises ValueError if so many tokens without an end id cannot come."""
+    check_range("min_new_tokens", value, 0, max_new_tokens)
+    if value and not sampling.leaves_without(eos_ids, vocabulary_size):
+        raise ValueError("min_new_tokens must be 0 where banned_ids and allowed_ids leave only "
+                         f"end ids, got {value}")
 
 
 @functools.partial(jax.tree_util.register_dataclass,
-                   data_fields=["temperature_B", "top_k_B", "top_p_B"], meta_fields=[])
+                   data_fields=["temperature_B", "top_k_B", "top_p_B", "min_p_B"],
+                   meta_fields=[])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotSampling:
     """``SamplingParams`` of all slots as arrays [B]."""
@@ -52,6 +118,21 @@ class SlotSampling:
     temperature_B: jax.Array
     top_k_B: jax.Array
     top_p_B: jax.Array
+    min_p_B: jax.Array
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> "SlotSampling":
+        """On the host, a row for each."""
+        def column(name: str, dtype: type) -> np.ndarray:
+            return np.asarray([getattr(one, name) for one in params], dtype)
+
+        return cls(temperature_B=column("temperature", np.float32),
+                   top_k_B=column("top_k", np.int32), top_p_B=column("top_p", np.float32),
+                   min_p_B=column("min_p", np.float32))
+
+    @classmethod
+    def greedy(cls, slots: int) -> "SlotSampling":
+        return jax.tree.map(jnp.asarray, cls.of([SamplingParams()] * slots))
 
     def where(self, active_B: jax.Array) -> "SlotSampling":
         """The same, with the other slots greedy: the cheapest way to sample."""
@@ -60,13 +141,7 @@ class SlotSampling:
 
     def options(self) -> WarpOptions:
         """As kernels take it."""
-        return WarpOptions(self.temperature_B, self.top_k_B, self.top_p_B,
-                           jnp.zeros_like(self.top_p_B))
-
-    @classmethod
-    def greedy(cls, slots: int) -> "SlotSampling":
-        return cls(temperature_B=jnp.zeros(slots, jnp.float32),
-                   top_k_B=jnp.zeros(slots, jnp.int32), top_p_B=jnp.ones(slots, jnp.float32))
+        return WarpOptions(self.temperature_B, self.top_k_B, self.top_p_B, self.min_p_B)
 
 
 class Purpose(enum.IntEnum):

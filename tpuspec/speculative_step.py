@@ -8,10 +8,12 @@ from jax import lax
 
 from tpuspec.decode_state import DecodeState, FinishReason, Slots, StepOutput
 from tpuspec.kernel_choice import XLA, KernelChoice
-from tpuspec.kernels import SampledTokens, WarpedRows
+from tpuspec.kernels import RejectionSample, SampledTokens, WarpedRows
 from tpuspec.kv_cache import DecoderCache
+from tpuspec.logit_adjustment import NO_ID
 from tpuspec.sampling import Purpose, uniforms
 from tpuspec.t5 import T5
+from tpuspec.token_logprobs import TokenLogprobs, token_logprobs
 
 
 def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
@@ -58,21 +60,36 @@ def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
         logits_BGV = logits_BGV[:, :draft_length + 1]
     with jax.named_scope("accept"):
         limit_B = jnp.minimum(slots.draft_limit_B, draft_length)
-        outcome = kernels.rejection_sample(
-            drafts_Bγ, draft_logits_BγV, drafted.rows_B, logits_BGV, slots.sampling.options(),
-            limit_B, slots.active_B, coins[Purpose.ACCEPT, :, :-1], coins[Purpose.CORRECTION],
-            vocabulary_size=vocabulary_size)
+        index = jnp.arange(draft_length + 1)[None, :]
+
+        def accept(logits_BGV: jax.Array) -> RejectionSample:
+            return kernels.rejection_sample(
+                drafts_Bγ, draft_logits_BγV, drafted.rows_B, logits_BGV,
+                slots.sampling.options(), limit_B, slots.active_B,
+                coins[Purpose.ACCEPT, :, :-1], coins[Purpose.CORRECTION],
+                vocabulary_size=vocabulary_size)
+
+        def adjust_and_accept() -> RejectionSample:
+            earlier = index[:, None, :-1] < index[:, :, None]
+            new_Bγ = slots.adjustments.new(drafts_Bγ, positions_BG[:, :-1])
+            before_BGγ = jnp.where(earlier, new_Bγ[:, None, :], NO_ID)
+            return accept(slots.adjustments.adjust(logits_BGV, positions_BG, before_BGγ,
+                                                   slots.eos_ids_BE))
+
+        outcome = lax.cond(slots.adjusting, adjust_and_accept, lambda: accept(logits_BGV))
     with jax.named_scope("commit"):
         accepted_B = outcome.accepted_B
-        index = jnp.arange(draft_length + 1)[None, :]
         tokens_BG = jnp.where(
             index < accepted_B[:, None], jnp.pad(drafts_Bγ, ((0, 0), (0, 1))),
             jnp.where(index == accepted_B[:, None], outcome.next_token_B[:, None], 0))
         examined_Bγ = jnp.arange(draft_length)[None, :] < limit_B[:, None]
         sound_B = outcome.sound_B & jnp.all(drafted.sound_B | ~examined_Bγ, axis=1)
+        asked = jnp.any(slots.active_B & slots.logprobs_B)
+        logprobs = token_logprobs(logits_BGV, tokens_BG, asked, vocabulary_size)
         history_BT = state.history_BT
         before_B = slots.length_B
-        slots, output = commit(slots, tokens_BG, accepted_B, limit_B, outcome.overlap_Bγ, sound_B)
+        slots, output = commit(slots, tokens_BG, logprobs, accepted_B, limit_B,
+                               outcome.overlap_Bγ, sound_B)
         if history_BT is not None:
             history_BT = appended(history_BT, before_B, tokens_BG, slots.length_B - before_B)
     return DecodeState(slots=slots, target_cache=target_cache, draft_cache=draft_cache,
@@ -106,29 +123,36 @@ def propose(draft: T5, slots: Slots, cache: DecoderCache, coins_Bγ: jax.Array,
     options = slots.sampling.options()
 
     def sample(tokens_BG: jax.Array, start_B: jax.Array, row_B: jax.Array, coin_B: jax.Array,
-               cache: DecoderCache) -> tuple[tuple[SampledTokens, jax.Array], DecoderCache]:
+               before_Bγ: jax.Array, cache: DecoderCache,
+               ) -> tuple[tuple[SampledTokens, jax.Array], DecoderCache]:
         padding = max(width - tokens_BG.shape[1], 0)
         logits_BRV, cache = read(
             draft, jnp.pad(tokens_BG, ((0, 0), (0, padding))), start_B, slots, cache,
             source_positions, None if width > 1 else row_B, kernels)
         if width > 1:  # rows were added because few are slow: the head gets them too
             logits_BRV = jnp.take_along_axis(logits_BRV, row_B[:, None, None], axis=1)
-        logits_BV = logits_BRV[:, 0]
+        logits_BV = lax.cond(
+            slots.adjusting, lambda: slots.adjustments.adjust(
+                logits_BRV, (start_B + row_B + 1)[:, None], before_Bγ[:, None],
+                slots.eos_ids_BE), lambda: logits_BRV)[:, 0]
         return (kernels.sample_tokens(logits_BV, options, coin_B,
                                       vocabulary_size=vocabulary_size), logits_BV), cache
 
     start_B = jnp.maximum(slots.length_B - 2, 0)
+    nothing_Bγ = jnp.full(coins_Bγ.shape, NO_ID)
     first, cache = sample(slots.last_two_B2, start_B, slots.length_B - 1 - start_B,
-                          coins_Bγ[:, 0], cache)
+                          coins_Bγ[:, 0], nothing_Bγ, cache)
 
     def body(carry, coin_B):
-        token_B, position_B, cache = carry
+        token_B, position_B, before_Bγ, cache = carry
+        new_B1 = slots.adjustments.new(token_B[:, None], position_B[:, None])
+        before_Bγ = jnp.concatenate([before_Bγ[:, 1:], new_B1], axis=1)
         sampled, cache = sample(token_B[:, None], position_B, jnp.zeros_like(position_B), coin_B,
-                                cache)
-        return (sampled[0].token_B, position_B + 1, cache), sampled
+                                before_Bγ, cache)
+        return (sampled[0].token_B, position_B + 1, before_Bγ, cache), sampled
 
-    (_, _, cache), rest = lax.scan(body, (first[0].token_B, slots.length_B, cache),
-                                   coins_Bγ[:, 1:].T)
+    (*_, cache), rest = lax.scan(
+        body, (first[0].token_B, slots.length_B, nothing_Bγ, cache), coins_Bγ[:, 1:].T)
     drafted, logits_BγV = jax.tree.map(
         lambda one, more: jnp.moveaxis(jnp.concatenate([one[None], more]), 0, 1), first, rest)
     return drafted, logits_BγV, cache
@@ -167,16 +191,20 @@ def catch_up(draft: T5, state: DecodeState, behind: jax.Array, *, width: int,
     return dataclasses.replace(state, draft_cache=cache)
 
 
-def commit(slots: Slots, tokens_BG: jax.Array, accepted_B: jax.Array, limit_B: jax.Array,
-           overlap_Bγ: jax.Array, sound_B: jax.Array) -> tuple[Slots, StepOutput]:
+def commit(slots: Slots, tokens_BG: jax.Array, logprobs: TokenLogprobs, accepted_B: jax.Array,
+           limit_B: jax.Array, overlap_Bγ: jax.Array, sound_B: jax.Array,
+           ) -> tuple[Slots, StepOutput]:
     """Cuts at the first EOS and at the length cap, and moves the lengths.
 
-    That is the whole rollback: K/V beyond the new length is dead.
+    That is the whole rollback: K/V beyond the new length is dead. What of the window is the
+    decoder prompt is no output: it can end nothing, and it enters no count.
     """
     index = jnp.arange(tokens_BG.shape[1])[None, :]
     full_B = accepted_B + 1
     is_eos = jnp.any(tokens_BG[..., None] == slots.eos_ids_BE[:, None, :], axis=-1)
-    is_eos &= index < full_B[:, None]
+    prompt_B = jnp.where(
+        slots.active_B, jnp.maximum(slots.adjustments.first_B - slots.length_B, 0), 0)
+    is_eos &= (index >= prompt_B[:, None]) & (index < full_B[:, None])
     to_eos_B = jnp.where(jnp.any(is_eos, axis=1), jnp.argmax(is_eos, axis=1) + 1,
                          tokens_BG.shape[1] + 1)
     room_B = slots.max_length_B - slots.length_B
@@ -198,10 +226,26 @@ def commit(slots: Slots, tokens_BG: jax.Array, accepted_B: jax.Array, limit_B: j
     rejected_B = (accepted_B < limit_B) & (num_B == full_B)
     examined_B = jnp.where(live_B, kept_B + rejected_B.astype(jnp.int32), 0)
     overlap_B = jnp.sum(jnp.where(
-        index[:, :-1] < examined_B[:, None], overlap_Bγ, 0.0), axis=1)
+        (index[:, :-1] >= prompt_B[:, None]) & (index[:, :-1] < examined_B[:, None]),
+        overlap_Bγ, 0.0), axis=1)
+
+    def behind_prompt(x_BG: jax.Array) -> jax.Array:
+        at = jnp.minimum(index + prompt_B[:, None], index.shape[1] - 1)
+        return jnp.take_along_axis(x_BG, at.reshape(at.shape + (1,) * (x_BG.ndim - 2)), axis=1)
+
+    def beside_prompt(count_B: jax.Array) -> jax.Array:
+        return jnp.maximum(count_B - prompt_B, 0)
+
+    new = (tokens_BG, logprobs)
+    tokens_BG, logprobs = lax.cond(
+        jnp.any(prompt_B > 0), lambda: jax.tree.map(behind_prompt, new), lambda: new)
     output = StepOutput(
-        tokens=tokens_BG, num_tokens=num_B, drafted=jnp.where(slots.active_B, limit_B, 0),
-        accepted=kept_B, examined=examined_B, finish=finish_B, overlap=overlap_B)
+        tokens=tokens_BG, num_tokens=beside_prompt(num_B),
+        drafted=jnp.where(slots.active_B, beside_prompt(limit_B), 0),
+        accepted=beside_prompt(kept_B), examined=beside_prompt(examined_B), finish=finish_B,
+        overlap=overlap_B, logprobs=logprobs)
+    adjustments = slots.adjustments.commit(
+        jnp.where(index < output.num_tokens[:, None], tokens_BG, NO_ID), slots.active_B)
     running_B = slots.active_B & (finish_B == FinishReason.NONE)
     return dataclasses.replace(slots, active_B=running_B, length_B=length_B,
-                               last_two_B2=last_two), output
+                               last_two_B2=last_two, adjustments=adjustments), output

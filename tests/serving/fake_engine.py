@@ -21,6 +21,11 @@ and with ``accepts=1``:
     source (10, 3, 1)       -> [11 12] [13 1]
                                 a  c    a  c                          (accepted, correction)
 
+The log-probability of the token at position n of an output is -n / 8; the most likely ids are
+the token, its successor and so on, each 1 less likely than the one before.
+
+A decoder prompt takes the first places of a step's window and changes nothing else.
+
 Words: the vocabulary has "zero" "one" ... "twenty" at ids 30 to 50, "w3" at id 3 and so on,
 so a source "zero" gives "one two three ...".
 """
@@ -35,6 +40,7 @@ import numpy as np
 from tpuspec.config import EngineConfig
 from tpuspec.decode_state import FinishReason, StepOutput
 from tpuspec.measurement import CostReport
+from tpuspec.token_logprobs import TokenLogprobs
 
 EOS_ID = 1
 NON_FINITE_START = 13  # a source that starts with it meets non-finite logits at its third token
@@ -63,6 +69,8 @@ class _Row:
     max_new_tokens: int
     eos_ids: tuple[int, ...]
     draft_length: int
+    logprobs: bool
+    prompt: int  # tokens of it that are to come
     position: int = 0
 
     def token(self, position: int) -> int:
@@ -115,7 +123,7 @@ class FakeEngine:
         self._thread: int | None = None
 
     def insert(self, slot, source, *, sampling, seed, max_new_tokens, eos_ids, draft_length,
-               label=""):
+               label="", min_new_tokens=0, decoder_prompt=(), logprobs=False):
         self._check_thread()
         assert 0 <= slot < self.config.slots
         assert slot not in self.rows, f"slot {slot} is taken"
@@ -123,7 +131,8 @@ class FakeEngine:
         if source[0] == 17:
             raise ValueError("the fake engine does not like 17")
         self.rows[slot] = _Row(tuple(source), sampling.temperature, seed, max_new_tokens,
-                               tuple(eos_ids), 3 if draft_length is None else draft_length)
+                               tuple(eos_ids), 3 if draft_length is None else draft_length,
+                               logprobs, len(decoder_prompt))
 
     def release(self, slot):
         self._check_thread()
@@ -137,7 +146,10 @@ class FakeEngine:
         slots = self.config.slots
         output = StepOutput(
             np.zeros((slots, rung + 1), np.int32), *(np.zeros(slots, np.int32) for _ in range(5)),
-            np.zeros(slots, np.float32))
+            np.zeros(slots, np.float32), TokenLogprobs(
+                np.zeros((slots, rung + 1), np.float32),
+                np.zeros((slots, rung + 1, 20), np.float32),
+                np.zeros((slots, rung + 1, 20), np.int32)))
         ended = [(slot, row) for slot, row in self.rows.items()
                  if self._step_row(slot, row, output)]
         self.steps += 1
@@ -153,7 +165,12 @@ class FakeEngine:
         drafted = row.draft_length
         accepted = drafted if self._accepts is None else min(drafted, self._accepts)
         rejected = accepted < drafted
-        ids, finish = [], FinishReason.NONE
+        within = min(row.prompt, drafted + 1)
+        row.prompt -= within
+        if within == drafted + 1:
+            return False
+        drafted, accepted = drafted - within, max(accepted - within, 0)
+        ids, finish, before = [], FinishReason.NONE, row.position
         while len(ids) < accepted + 1 and finish is FinishReason.NONE:
             ids.append(row.token(row.position))
             row.position += 1
@@ -166,6 +183,11 @@ class FakeEngine:
         rejected = rejected and len(ids) == accepted + 1
         output.tokens[slot, :len(ids)] = ids
         output.num_tokens[slot] = len(ids)
+        if row.logprobs:
+            for place, token_id in enumerate(ids):
+                output.logprobs.tokens[slot, place] = -(before + place) / 8
+                output.logprobs.top[slot, place] = -(before + place) / 8 - np.arange(20)
+                output.logprobs.top_ids[slot, place] = token_id + np.arange(20)
         output.drafted[slot] = drafted
         output.accepted[slot] = min(accepted, len(ids))
         output.examined[slot] = output.accepted[slot] + rejected

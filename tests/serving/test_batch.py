@@ -386,3 +386,33 @@ def test_line_without_an_end_takes_little_memory(job, monkeypatch):
 def test_empty_input_gives_an_empty_output(job, engines, tmp_path):
     assert job(b"") == (0, [], [])
     assert (tmp_path / "out.jsonl").read_bytes() == b"" and not engines
+
+
+def test_lines_that_ask_for_them_have_log_probabilities(job):
+    code, out, _ = job([{"token_ids": [30, 2], "logprobs": 0}, {"token_ids": [30, 2]},
+                        {"token_ids": [30], "max_new_tokens": 2, "logprobs": 2}])
+    assert code == 0 and "logprob" not in out[1]
+    assert out[0]["logprob"] == -0.375 and out[0]["token_logprobs"] == [0.0, -0.125, -0.25]
+    assert "top_logprobs" not in out[0]
+    assert out[2]["top_logprobs"] == [[[31, 0.0], [32, -1.0]], [[32, -0.125], [33, -1.125]]]
+
+
+def test_job_that_goes_on_without_the_flag_still_has_log_probabilities(job, engines):
+    flags = ("--logprobs", "1", "--logit_bias", "5:1.5")
+    lines = [*BROKEN, {"token_ids": [40, 5], "max_new_tokens": 2}]
+    assert job(lines, "--strict", "--slots", "1", *flags)[:2] == (1, [])
+    code, out, errors = job(lines, "--slots", "1", *flags[2:])
+    assert (code, len(errors)) == (1, 1)
+    assert [len(line["top_logprobs"]) for line in out] == [2, 2]
+    assert len(engines) == 2
+
+
+def test_options_of_a_line_are_those_of_the_request(job):
+    code, out, errors = job([
+        {"input": "zero", "logit_bias": {"5": 1.5}, "banned_ids": [3], "max_new_tokens": 2},
+        {"input": "zero", "allowed_ids": [3], "banned_ids": [3]},
+        {"input": "zero", "logit_bias": {"five": 1}}])
+    assert (code, len(out)) == (1, 1)
+    assert "allowed_ids must have an id that is not one of banned_ids" in (
+        errors[0]["error"]["message"])
+    assert "five" in errors[1]["error"]["message"]

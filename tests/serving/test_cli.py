@@ -14,7 +14,8 @@ import pytest
 from harness import on_server, run_cli
 
 from tpuspec import platform
-from tpuspec.serving.client import BlockingClient
+from tpuspec.serving.cli import make_parser
+from tpuspec.serving.client import OPTIONS, BlockingClient, make_request
 
 
 @pytest.mark.parametrize("args", [["--help"], ["serve", "--help"], ["generate", "--help"],
@@ -38,6 +39,27 @@ def test_wrong_flags_exit_with_2(args, message):
     result = run_cli(*args)
     assert result.returncode == 2
     assert message in result.stderr
+
+
+@pytest.mark.parametrize("command", [["generate"], ["batch", "--input", "a", "--output", "b"]])
+def test_every_option_is_a_flag_and_reaches_the_request(command):
+    flags = {"temperature": "0.5", "top_k": "7", "top_p": "0.9", "min_p": "0.1",
+             "repetition_penalty": "1.2", "presence_penalty": "-1.5", "frequency_penalty": "0.3",
+             "logit_bias": "5:1.5,9:-100", "banned_ids": "3,4", "allowed_ids": "5,6",
+             "min_new_tokens": "2", "stop": "x", "eos_ids": "1,8", "logprobs": "3",
+             "decoder_prompt": "so it begins"}
+    assert set(flags) | {"ignore_eos"} == set(OPTIONS)
+    args = make_parser().parse_args(
+        [*command, *(f"--{name}={value}" for name, value in flags.items())])
+    request = make_request("a", **{name: getattr(args, name) for name in OPTIONS})
+    assert dict(request.sampling.logit_bias) == {5: 1.5, 9: -100.0}
+    assert (list(request.sampling.banned_ids), list(request.sampling.allowed_ids)) == (
+        [3, 4], [5, 6])
+    assert (list(request.stop), list(request.eos_ids), request.min_new_tokens) == (["x"], [1, 8], 2)
+    assert (request.logprobs, request.decoder_text) == (3, "so it begins")
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty",
+                 "presence_penalty", "frequency_penalty"):
+        assert getattr(request.sampling, name) == float(flags[name])
 
 
 @pytest.mark.skipif(platform.has_tpu(), reason="has a TPU")
@@ -171,7 +193,9 @@ def test_memory_does_not_grow_with_requests_and_nothing_compiles(tiny_pair):
                 "one two three four five"[:number % 24], max_new_tokens=1 + number % 32,
                 temperature=number % 3 / 2, top_k=number % 5, top_p=1 - number % 4 / 10,
                 draft_length=number % 3, stop=["two"] if number % 7 == 0 else [],
-                ignore_eos=number % 2 == 0))
+                ignore_eos=number % 2 == 0, min_p=number % 2 / 10,
+                presence_penalty=number % 11 // 5, banned_ids=[5] * (number % 3),
+                logprobs=number % 4 or None))
             if number == 200:
                 settled = resident(process)
         assert resident(process) < 1.03 * settled

@@ -244,3 +244,35 @@ def test_request_id_is_echoed_or_made():
         assert made[0].responses[0].request_id != made[1].responses[0].request_id != ""
 
     on_server(body)
+
+
+@pytest.mark.parametrize("draft_length", [0, 3])
+def test_logprobs_come_with_their_own_token_and_only_where_asked_for(draft_length):
+    async def body(it):
+        answers = await asyncio.gather(*(
+            it.answer([10, 9], draft_length=draft_length, logprobs=count)
+            for count in (None, 0, 2)), it.answer("zero", stop=["four"], logprobs=1))
+        for answer, count in zip(answers, (None, 0, 2, 1), strict=True):
+            tokens = [token for r in answer.responses for token in r.tokens]
+            assert len(tokens) == answer.finish.new_tokens
+            for place, token in enumerate(tokens):
+                assert token.HasField("logprob") == (count is not None)
+                if count is not None:
+                    assert token.logprob == -place / 8
+                assert [(top.id, top.logprob) for top in token.top_logprobs] == [
+                    (token.id + n, -place / 8 - n) for n in range(count or 0)]
+
+    on_server(body)
+
+
+def test_decoder_prompt_is_not_sent_back_and_its_steps_send_nothing():
+    async def body(it):
+        for length, origins in ((0, "pppp"), (3, "paaa")):
+            answer = await it.answer("zero", decoder_prompt="seven eight nine", draft_length=length,
+                                     max_new_tokens=4)
+            assert (answer.ids, answer.text) == ([31, 32, 33, 34], " one two three four")
+            assert all(response.tokens for response in answer.responses)
+            assert answer.origins == origins
+            assert answer.finish.new_tokens == 4
+
+    on_server(body)

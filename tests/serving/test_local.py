@@ -36,6 +36,8 @@ def test_only_what_the_requests_need_is_compiled(tiny_pair):
     config = _config([absurd, make_request("one"), make_request([5], draft_length=-1)], pair)
     assert config.source_buckets == (2048,) and config.draft_lengths == (0, 3, 16)
     assert config.max_target_length == 4096
+    prompted = [make_request([5], decoder_prompt=[5] * 20, max_new_tokens=300)]
+    assert _config(prompted, pair).max_target_length == 332
     alone = models.Pair(target=pair.target, draft=None)
     assert _config([pb.GenerateRequest(text="one")], alone).draft_lengths == (0,)
     assert _config([], pair).slots == 1

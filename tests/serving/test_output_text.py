@@ -3,6 +3,7 @@
 import random
 
 import pytest
+from tiny_vocabularies import byte_vocabulary
 
 from tpuspec.serving.output_text import OutputText, StopStrings
 
@@ -90,3 +91,29 @@ def test_stop_is_found_in_text_that_comes_with_the_flush():
 def test_without_a_vocabulary_there_is_no_text():
     text = OutputText(None, [])
     assert text.push(5) + text.flush() == ""
+
+
+def test_no_stop_is_looked_for_in_the_text_of_the_first_ids():
+    class Letters:
+        def push(self, ids):
+            return "".join(chr(i) for i in ids)
+
+        def flush(self):
+            return ""
+
+    for unsearched, shown in ((0, ""), (1, "ab"), (2, "ab"), (3, "abab"), (4, "abab"),
+                              (7, "abababc")):
+        text = OutputText(Letters(), ["ab"], unsearched=unsearched)
+        assert "".join(text.push(ord(c)) for c in "abababc") + text.flush() == shown, unsearched
+
+
+def test_text_continues_that_of_the_prompt_and_stops_do_not_begin_in_it():
+    vocabulary = byte_vocabulary()
+    whole = vocabulary.encode("one two three four")[:-1]
+    for cut in range(len(whole)):
+        text = OutputText(vocabulary.detokenizer(), ["e t"], prompt=whole[:cut])
+        before = OutputText(vocabulary.detokenizer(), [])
+        shown = "".join(before.push(i) for i in whole[:cut])
+        rest = "one two three four"[len(shown):]
+        found = "".join(text.push(i) for i in whole[cut:]) + text.flush()
+        assert found == (rest[:rest.index("e t")] if "e t" in rest else rest)

@@ -14,6 +14,7 @@ from tpuspec.sampling import SamplingParams
 from tpuspec.serving.output_text import OutputText
 from tpuspec.serving.request import Request
 from tpuspec.serving.ticket import Ticket
+from tpuspec.token_logprobs import TokenLogprobs
 
 
 def counts(s: pb.Speculation) -> tuple[int, int, int, int, int]:
@@ -137,7 +138,8 @@ def test_drafts_beyond_a_stop_string_are_not_counted_as_accepted():
     output = StepOutput(
         tokens=np.array([[10, 11, 12, 13]], np.int32), num_tokens=np.array([4]),
         drafted=np.array([3]), accepted=np.array([3]), examined=np.array([3]),
-        finish=np.array([0]), overlap=np.array([2.4], np.float32))
+        finish=np.array([0]), overlap=np.array([2.4], np.float32),
+        logprobs=TokenLogprobs(*(np.zeros((1, 4, 1)[:n], np.float32) for n in (2, 3, 3))))
     request = Request(request_id="", source=(1,), sampling=SamplingParams(), seed=0,
                       max_new_tokens=9, eos_ids=(), stop=("k",), draft_length=3)
 
