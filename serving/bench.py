@@ -11,6 +11,7 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import inspect
 import json
 import sys
 import time
@@ -24,15 +25,16 @@ import tqdm
 
 from tpuspec.measurement import SpeculationStats
 from tpuspec.protos import generation_pb2 as pb
-from tpuspec.serving.client import Client
+from tpuspec.serving.client import Client, make_request
 from tpuspec.serving.generate import client_security
 from tpuspec.serving.records import Failure, read_rows
 
 _ROUNDS = 2  # of plain and speculative phases, in turns
 _PERCENTILES = (50, 90, 99)
-_PARAMETERS: dict[str, Any] = dict(temperature=0.0, top_k=0, top_p=1.0, seed=None, stop=(),
-                                   max_new_tokens=None, eos_ids=(), ignore_eos=False,
-                                   draft_length=None, label="")
+_PARAMETERS: dict[str, Any] = {  # that a line may name
+    name: parameter.default
+    for name, parameter in inspect.signature(make_request).parameters.items()
+    if name not in ("source", "request_id")}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
