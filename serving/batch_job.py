@@ -32,7 +32,7 @@ def checkpoint_identity(directory: pathlib.Path) -> str:
     contents with every save, and reading all of them would take minutes."""
     digest = hashlib.sha256()
     for path in sorted(path for path in directory.rglob("*") if path.is_file()):
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             content = file.read(_SAMPLE)
         head = [path.relative_to(directory).as_posix(), path.stat().st_size, len(content)]
         digest.update(json.dumps(head).encode() + content)

@@ -12,7 +12,7 @@ from absl import app, logging
 from absl.flags import argparse_flags
 
 from tpuspec import platform
-from tpuspec.config import EngineConfig, check_range
+from tpuspec.config import Activation, EngineConfig, check_range
 
 _SHAPES = EngineConfig()
 
@@ -57,7 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
              _demo_flags),
             ("bench", "put a server under load; times, throughput and what speculation gains",
              _bench_flags),
-            ("convert", "make a checkpoint of a Hugging Face directory or of a checkpoint",
+            ("convert", "make a checkpoint of what Hugging Face or T5X saved, or of a checkpoint",
              _convert_flags),
             ("inspect", "say what a checkpoint is, and what it can be a pair with",
              _inspect_flags),
@@ -199,21 +199,38 @@ def _demo_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", metavar="SOURCE", help="directory with config.json and "
-                        "safetensors, and spiece.model for text; or a checkpoint")
+    parser.add_argument("source", metavar="SOURCE", help="directory of Hugging Face's layout "
+                        "(safetensors or pytorch_model.bin), of T5X, or a checkpoint")
     parser.add_argument("out", metavar="OUT", help="new directory")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"),
                         help="of the weights; as stored, if not given")
     parser.add_argument("--quantize", choices=("int8",),
                         help="of the linear maps other than feed-forward output and logits, "
                              "which keep the dtype")
+    parser.add_argument("--vocabulary", metavar="FILE",
+                        help="SentencePiece file or tokenizer.json, where none is beside the "
+                             'weights; "bytes" is ByT5\'s')
+    parser.add_argument("--activation", choices=tuple(Activation),
+                        help="for T5X, whose files do not say which gate a model has; that of "
+                             "the public model of the same shapes, or gated-gelu, if not given")
+    parser.add_argument("--check", metavar="EXPECTED",
+                        help="afterwards compare logits, in float32, with those in an .npz file "
+                             "or with another source; exit code 1 if they differ. Takes 4 bytes "
+                             "of memory for each parameter")
+    parser.add_argument("--tolerance", type=_number(0.0),
+                        help="of the check: a share of the largest logit; by the dtype of the "
+                             "weights, if not given")
+    parser.add_argument("--json", action="store_true", help="its report as one JSON document")
     parser.set_defaults(platform="cpu")
 
 
 def _inspect_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT")
+    parser.add_argument("checkpoint", metavar="CHECKPOINT",
+                        help="or anything that convert reads; nothing is loaded")
     parser.add_argument("--against", metavar="OTHER",
                         help="say whether the two can be target and draft; exit code 1 if not")
+    parser.add_argument("--verify", action="store_true",
+                        help="read all weights and compare them with their checksums")
     parser.add_argument("--json", action="store_true", help="one JSON document")
     parser.set_defaults(platform="cpu")
 

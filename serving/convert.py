@@ -1,23 +1,55 @@
-"""``tpuspec convert``: a Hugging Face directory, or a checkpoint, to one that is served."""
+"""``tpuspec convert``: what people have, to a checkpoint that is served."""
 
 import argparse
-import pathlib
+import dataclasses
+import json
 import sys
 
-from tpuspec import checkpoint
-from tpuspec.huggingface import import_huggingface
-from tpuspec.quantization import quantize
+import tqdm
+
+from tpuspec.config import Activation, Quantization
+from tpuspec.conversion import convert
+from tpuspec.conversion_check import CheckReport, check
+from tpuspec.model_sources import open_source
+from tpuspec.vocabulary_files import read_vocabulary
 
 
 def run(args: argparse.Namespace) -> int:
-    ours = (pathlib.Path(args.source).expanduser() / checkpoint.CONFIG_FILE).is_file()
-    loaded = (checkpoint.load if ours else import_huggingface)(args.source, dtype=args.dtype)
-    model, provenance = loaded.model, loaded.provenance
-    if args.quantize is not None:
-        # Scores that it tells of are not those of the quantized model.
-        model, provenance = quantize(model), {"quantized_from": provenance}
-    if loaded.vocabulary is None:
-        print(f"{args.source} has no spiece.model: the checkpoint will take and give ids, "
-              "not text", file=sys.stderr)
-    checkpoint.save(args.out, model, loaded.vocabulary, provenance=provenance)
-    return 0
+    activation = None if args.activation is None else Activation(args.activation)
+    source = open_source(args.source, activation=activation)
+    if args.vocabulary is not None:
+        source = dataclasses.replace(source, vocabulary=read_vocabulary(args.vocabulary))
+    for guess in source.guesses:
+        print(f"{args.source}: {guess}", file=sys.stderr)
+    if source.vocabulary is None:
+        print(f"{args.source} has no vocabulary, neither spiece.model nor tokenizer.json: the "
+              "checkpoint will take and give ids, not text", file=sys.stderr)
+    with tqdm.tqdm(desc="converting", unit="B", unit_scale=True, file=sys.stderr, leave=False,
+                   disable=not sys.stderr.isatty()) as bar:
+
+        def progress(done: int, total: int) -> None:
+            if bar.total is None:
+                bar.total, bar.initial, bar.n = total, done, done  # the rate is of this run
+            bar.update(done - bar.n)
+
+        try:
+            convert(source, args.out, dtype=args.dtype, progress=progress,
+                    quantization=None if args.quantize is None else Quantization(args.quantize))
+        except (KeyboardInterrupt, OSError):
+            bar.close()
+            print("not finished: the same command goes on from here", file=sys.stderr)
+            raise
+    if args.check is None:
+        return 0
+    report = check(args.out, args.check, tolerance=args.tolerance)
+    print(json.dumps(report.to_json(), indent=1) if args.json else _shown(report))
+    return 0 if report.passed else 1
+
+
+def _shown(report: CheckReport) -> str:
+    verdict = "agrees" if report.passed else "DOES NOT AGREE"
+    return (f"{verdict} with {report.against}: over {report.positions} positions the largest "
+            f"difference of two logits is {report.largest_difference:.3g} (row {report.row}, "
+            f"position {report.position}, id {report.token}), the largest logit "
+            f"{report.largest_logit:.3g}, allowed {report.tolerance:g} of it; "
+            f"{report.same_argmax:.1%} of the positions have the same likeliest id")

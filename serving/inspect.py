@@ -1,19 +1,22 @@
-"""``tpuspec inspect``: what a checkpoint is, and whether it and another can be a pair."""
+"""``tpuspec inspect``: what a model in files is, and whether it and another can be a pair."""
 
 import argparse
 import json
 from typing import Any
 
-from tpuspec import checkpoint
+from tpuspec import checkpoint, model_sources
 from tpuspec.checkpoint import Description
-from tpuspec.presets import PRESETS
+from tpuspec.presets import PRESETS, family
 
 
 def run(args: argparse.Namespace) -> int:
-    found = checkpoint.describe(args.checkpoint)
+    found = model_sources.describe(args.checkpoint)
     facts = describe(found)
+    if args.verify:
+        checkpoint.check_sums(args.checkpoint)
+        facts["verified"] = True
     if args.against is not None:
-        facts["pair_problems"] = pair_problems(found, checkpoint.describe(args.against))
+        facts["pair_problems"] = pair_problems(found, model_sources.describe(args.against))
     if args.json:
         print(json.dumps(facts, ensure_ascii=False, indent=1))
     else:
@@ -28,6 +31,8 @@ def describe(found: Description) -> dict[str, Any]:
     shapes = config.to_json() | {"vocab_size": None, "quantization": None}
     return {
         "path": str(found.path),
+        "layout": found.layout,
+        "family": family(config),
         "shapes_of": [name for name, preset in PRESETS.items()
                       if preset.to_json() | {"vocab_size": None} == shapes],
         "parameters": found.parameters,

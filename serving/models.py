@@ -17,11 +17,13 @@ import tqdm
 from tpuspec import checkpoint, memory, platform
 from tpuspec import mesh as mesh_lib
 from tpuspec.checkpoint import LoadedModel
+from tpuspec.checkpoint_location import path_of
 from tpuspec.config import EngineConfig, Quantization
 from tpuspec.engine import Engine
 from tpuspec.quantization import load_int8
 from tpuspec.serving.service import ModelInfo
-from tpuspec.vocabulary import MODEL_FILE, Vocabulary
+from tpuspec.vocabulary import Vocabulary
+from tpuspec.vocabulary_files import find_vocabulary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,8 +51,8 @@ def pair(target: str | None, draft: str | None) -> Iterator[Pair]:
       ValueError: a draft without a target.
     """
     if target is not None:
-        yield Pair(target=pathlib.Path(target).expanduser(),
-                   draft=None if draft is None else pathlib.Path(draft).expanduser())
+        yield Pair(target=path_of(target),
+                   draft=None if draft is None else path_of(draft))
         return
     if draft is not None:
         raise ValueError("draft needs a target: the bundled target has its own draft")
@@ -69,8 +71,8 @@ def source_bucket(models: Pair, texts: Iterable[str], id_lengths: Iterable[int] 
       texts: sources.
       id_lengths: lengths of sources given as ids.
     """
-    has_vocabulary = (models.target / MODEL_FILE).is_file()
-    encode = Vocabulary.load(models.target).encode if has_vocabulary else list
+    vocabulary = find_vocabulary(models.target)
+    encode = list if vocabulary is None else vocabulary.encode
     longest = max([16, *(len(encode(text)) for text in texts), *id_lengths])
     return 1 << (longest - 1).bit_length()
 

@@ -160,15 +160,20 @@ def recast(model: T5, dtype: Any) -> T5:
 def write_huggingface(path: Path, model: T5, tensors: Mapping[str, np.ndarray] | None = None,
                       **changes: Any) -> Path:
     """A directory as transformers 4 writes it; ``changes`` to config.json, None removes."""
-    path.mkdir()
-    fields = {k: v for k, v in model.config.to_json().items()
-              if k not in ("activation", "scale_decoder_outputs", "per_layer_relative_bias")}
-    fields |= {"model_type": "umt5" if model.config.per_layer_relative_bias else "t5",
-               "feed_forward_proj": str(model.config.activation),
-               "transformers_version": "4.40.0"}
-    (path / "config.json").write_text(json.dumps(
-        {k: v for k, v in (fields | changes).items() if v is not None}))
+    write_config(path, model.config, **changes)
     tensors = tensors_of(model) if tensors is None else tensors
     save_file({k: np.ascontiguousarray(v) for k, v in tensors.items()},
               path / "model.safetensors")
     return path
+
+
+def write_config(path: Path, config: T5Config, **changes: Any) -> None:
+    """A new directory with the config.json of ``write_huggingface``."""
+    path.mkdir()
+    fields = {k: v for k, v in config.to_json().items()
+              if k not in ("activation", "scale_decoder_outputs", "per_layer_relative_bias")}
+    fields |= {"model_type": "umt5" if config.per_layer_relative_bias else "t5",
+               "feed_forward_proj": str(config.activation),
+               "transformers_version": "4.40.0"}
+    (path / "config.json").write_text(json.dumps(
+        {k: v for k, v in (fields | changes).items() if v is not None}))

@@ -19,8 +19,8 @@ FOLDERS = {
 MAY_IMPORT = {
     "tpuspec.kernels": {"jax", "jaxtyping"},
     "tpuspec": {
-        "tpuspec.kernels", "flax", "jax", "jaxtyping", "numpy", "orbax", "safetensors",
-        "sentencepiece",
+        "tpuspec.kernels", "etils", "flax", "jax", "jaxtyping", "msgpack", "numpy", "orbax",
+        "sentencepiece", "tensorstore",
     },
     "tpuspec.serving": {
         "tpuspec", "tpuspec.protos", "absl", "fsspec", "google", "grpc", "grpc_health",

@@ -24,6 +24,7 @@ IMPORT_NAMES = {
     "grpcio-health-checking": "grpc_health",
     "grpcio-reflection": "grpc_reflection",
     "orbax-checkpoint": "orbax",
+    "prometheus-client": "prometheus_client",
     "protobuf": "google",
 }
 

@@ -10,27 +10,41 @@ only when it is whole. ``load`` checks every leaf's name and shape before it
 reads any array, and reads each array straight into the sharding asked for.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import math
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 
+from tpuspec.checkpoint_location import CONFIG_FILE, UNFINISHED, find
+from tpuspec.checkpoint_writer import (
+    CHECKSUMS,
+    WEIGHTS,
+    CheckpointWriter,
+    all_blocks,
+    checksum,
+    of_block,
+)
 from tpuspec.config import T5Config
 from tpuspec.t5 import T5
-from tpuspec.vocabulary import MODEL_FILE, Vocabulary
+from tpuspec.tensorstore_files import array_spec, open_store
+from tpuspec.vocabulary import Vocabulary
+from tpuspec.vocabulary_files import find_vocabulary
 
-CONFIG_FILE, WEIGHTS = "model.json", "weights"
-_UNFINISHED = ".unfinished-"
+LAYOUT = "tpuspec"
+_LOCK = "lock"
 
 Shardings = Callable[[nnx.State, T5Config], Any]
 
@@ -97,66 +111,133 @@ def save(directory: str | os.PathLike[str], model: T5, vocabulary: Vocabulary | 
       ValueError: the directory exists, or dtype is neither float32 nor bfloat16.
       OSError: and whatever else the disk says; then nothing is left behind.
     """
+    arrays = named_parameters(model)
+    dtype = checked_dtype(dtype if dtype is not None else arrays["embedding"].dtype)
+
+    def fill(writer: CheckpointWriter, leaves: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+        for name, array in arrays.items():
+            whole = np.asarray(array.astype(leaves[name].dtype))
+            for block in all_blocks(name, leaves[name]):
+                writer.write(block, of_block(whole, block))
+
+    write(directory, model.config, dtype, fill, vocabulary, provenance or {})
+
+
+def write(directory: str | os.PathLike[str], config: T5Config, dtype: jnp.dtype,
+          fill: Callable[[CheckpointWriter, Mapping[str, jax.ShapeDtypeStruct]], None],
+          vocabulary: Vocabulary | None, provenance: Mapping[str, Any], *,
+          resume: Mapping[str, Any] | None = None) -> None:
+    """A new checkpoint whose arrays ``fill`` hands to the writer, all of them.
+
+    Args:
+      resume: what this run would write, in JSON: what an interrupted run that would
+        have written the same left behind is gone on with, and left behind again. None:
+        nothing is left behind by any failure.
+
+    Raises:
+      ValueError: the directory exists, another process writes it, or fill says so;
+        then nothing is left behind.
+    """
     final = Path(directory).expanduser().absolute()
     if final.exists():
         raise ValueError(f"{final} exists already; choose another name or remove it first")
-    arrays = named_parameters(model)
-    dtype = _checked_dtype(dtype if dtype is not None else arrays["embedding"].dtype)
-    leaves = AbstractModel(model.config, dtype).leaves
-    arrays = {name: array.astype(leaves[name].dtype) for name, array in arrays.items()}
-    scratch = final.with_name(f"{final.name}{_UNFINISHED}{secrets.token_hex(4)}")
-    scratch.mkdir(parents=True)
-    try:
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-            checkpointer.save(scratch / WEIGHTS, args=ocp.args.PyTreeSave(_nest(arrays)))
-        # Orbax writes the temporary path into its mark; only its presence counts.
-        (scratch / WEIGHTS / "commit_success.txt").write_text("complete\n")
-        if vocabulary is not None:
-            vocabulary.save(scratch)
-        (scratch / CONFIG_FILE).write_text(json.dumps(
-            {"model": model.config.to_json(), "dtype": dtype.name,
-             "provenance": dict(provenance or {})}, indent=1) + "\n")
-        scratch.rename(final)
-    except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
-        raise
+    name = secrets.token_hex(4) if resume is None else "resumable"
+    scratch = final.with_name(f"{final.name}{UNFINISHED}{name}")
+    scratch.mkdir(parents=True, exist_ok=resume is not None)
+    leaves = AbstractModel(config, dtype).leaves
+    with _alone(scratch):
+        try:
+            writer = CheckpointWriter(scratch, leaves, resume or {})
+            with contextlib.closing(writer):
+                fill(writer, leaves)
+                writer.finish()
+            if vocabulary is not None:
+                vocabulary.save(scratch)
+            (scratch / CONFIG_FILE).write_text(json.dumps(
+                {"model": config.to_json(), "dtype": dtype.name,
+                 "provenance": dict(provenance)}, indent=1) + "\n")
+            (scratch / _LOCK).unlink()
+            scratch.rename(final)
+        except BaseException as error:
+            if resume is None or isinstance(error, ValueError):
+                shutil.rmtree(scratch, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
+def _alone(scratch: Path) -> Iterator[None]:
+    with (scratch / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ValueError(f"another process is writing {scratch}") from error
+        yield
 
 
 def load(directory: str | os.PathLike[str], *, dtype: jnp.dtype | None = None,
-         shardings: Shardings | None = None) -> LoadedModel:
+         shardings: Shardings | None = None, verify: bool = False) -> LoadedModel:
     """Reads a checkpoint that ``save`` wrote, on any number of devices.
 
     Args:
-      directory: relative, with ``~`` or a trailing slash as you like.
+      directory: relative, with ``~`` or a trailing slash as you like, or ``gs://``.
       dtype: of the weights in memory, other than int8; None for that on disk.
       shardings: called with the abstract parameters and the configuration,
         returns a tree of shardings like the parameters, for example
         ``functools.partial(mesh.param_shardings, mesh=mesh)``; None puts
         everything on the first device.
+      verify: compare checksums first, which reads everything once more.
 
     Raises:
       ValueError: no such checkpoint (with a hint where it may be), an
         unfinished one, or one whose leaves do not fit its configuration.
     """
     path = find(directory)
+    if verify:
+        check_sums(path)
     config, stored_dtype, provenance = _configuration(path / CONFIG_FILE)
-    dtype = _checked_dtype(dtype if dtype is not None else stored_dtype)
+    dtype = checked_dtype(dtype if dtype is not None else stored_dtype)
     abstract = AbstractModel(config, dtype, shardings)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        tree = checkpointer.metadata(path / WEIGHTS).item_metadata.tree
-        names, leaves = _named(tree)
-        check_leaves({name: leaf.shape for name, leaf in zip(names, leaves, strict=True)},
+    # Arrays pass through the host on their way, but never more than these at once.
+    largest = max(math.prod(leaf.shape) * 4 for leaf in abstract.leaves.values())
+    handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=2 + 2 * largest // 10**9)
+    with ocp.Checkpointer(handler) as checkpointer:
+        metadata = checkpointer.metadata(path / WEIGHTS).item_metadata
+        if metadata is None:
+            raise ValueError(f"{path / WEIGHTS} is damaged: its arrays cannot be listed")
+        names, leaves = _named(metadata.tree)
+        stored = dict(zip(names, leaves, strict=True))
+        check_leaves({name: leaf.shape for name, leaf in stored.items()},
                      {name: leaf.shape for name, leaf in abstract.leaves.items()}, str(path))
-        _check_int8({name: leaf.dtype for name, leaf in zip(names, leaves, strict=True)},
-                    abstract.leaves, str(path))
+        _check_int8({name: leaf.dtype for name, leaf in stored.items()}, abstract.leaves,
+                    str(path))
         item = _nest(abstract.leaves)
         restored = checkpointer.restore(path / WEIGHTS, args=ocp.args.PyTreeRestore(
             item=item, restore_args=ocp.checkpoint_utils.construct_restore_args(item)))
     names, arrays = _named(restored)
-    has_vocabulary = (path / MODEL_FILE).is_file()
     return LoadedModel(model=abstract.build(dict(zip(names, arrays, strict=True))),
-                       config=config, provenance=provenance,
-                       vocabulary=Vocabulary.load(path) if has_vocabulary else None)
+                       config=config, provenance=provenance, vocabulary=find_vocabulary(path))
+
+
+def check_sums(directory: str | os.PathLike[str]) -> None:
+    """Reads every array, a piece at a time, and compares it with the sums kept beside.
+
+    Raises:
+      ValueError: naming the first array that changed since it was written, or that has
+        no sums, as checkpoints of before they were kept.
+    """
+    path = find(directory)
+    if not (path / CHECKSUMS).is_file():
+        raise ValueError(f"{path} has no {CHECKSUMS} to compare with")
+    config, dtype, _ = _configuration(path / CONFIG_FILE)
+    sums = json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))["blocks"]
+    for name in AbstractModel(config, checked_dtype(dtype)).leaves:
+        store = open_store(array_spec(path / WEIGHTS, name), name)
+        if name not in sums:
+            raise ValueError(f"{path / CHECKSUMS} has no sums of {name}")
+        for part, start, stop, wanted in sums[name]:
+            piece = of_block(store, (name, part, start, stop)).read().result()
+            if checksum(piece) != wanted:
+                raise ValueError(f"{name} in {path} is not what was written: its checksum differs")
 
 
 def _check_int8(found: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct],
@@ -184,13 +265,14 @@ def _configuration(file: Path) -> tuple[T5Config, str, dict[str, Any]]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Description:
-    """What a checkpoint says of itself; no array is read.
+    """What a model in files says of itself; no array is read.
 
-    ``dtype`` is of the weights that are not quantized, ``parameters`` does not count
-    the scales of those that are, ``weight_bytes`` does.
+    ``layout`` is of the files. ``dtype`` is of the weights that are not quantized,
+    ``parameters`` does not count the scales of those that are, ``weight_bytes`` does.
     """
 
     path: Path
+    layout: str
     config: T5Config
     dtype: str
     parameters: int
@@ -203,46 +285,24 @@ def describe(directory: str | os.PathLike[str]) -> Description:
     """Raises ValueError as ``load`` does for what is no whole checkpoint."""
     path = find(directory)
     config, dtype, provenance = _configuration(path / CONFIG_FILE)
-    leaves = AbstractModel(config, _checked_dtype(dtype)).leaves
+    return describe_model(path, LAYOUT, config, dtype, find_vocabulary(path), provenance)
+
+
+def describe_model(path: Path, layout: str, config: T5Config, dtype: str,
+                   vocabulary: Vocabulary | None, provenance: Mapping[str, Any]) -> Description:
+    """Args: dtype: float16 has the shapes and, cast to bfloat16, the size of that."""
+    dtype_in_memory = checked_dtype("bfloat16" if dtype == "float16" else dtype)
+    leaves = AbstractModel(config, dtype_in_memory).leaves
     return Description(
-        path=path, config=config, dtype=dtype, provenance=provenance,
+        path=path, layout=layout, config=config, dtype=dtype, provenance=dict(provenance),
+        vocabulary=vocabulary,
         parameters=sum(math.prod(leaf.shape) for name, leaf in leaves.items()
                        if not name.endswith(".scale")),
         weight_bytes=sum(math.prod(leaf.shape) * leaf.dtype.itemsize
-                         for leaf in leaves.values()),
-        vocabulary=Vocabulary.load(path) if (path / MODEL_FILE).is_file() else None)
+                         for leaf in leaves.values()))
 
 
-def find(directory: str | os.PathLike[str]) -> Path:
-    """The absolute path of a whole checkpoint, or a ValueError with a hint."""
-    path = Path(directory).expanduser().absolute()
-    if not path.is_dir():
-        kind = "is a file" if path.exists() else "does not exist"
-        holder = _holders([path.parent]) if path.exists() else ""
-        raise ValueError(f"no checkpoint at {path}: it {kind}; a checkpoint is a "
-                         f"directory that holds {CONFIG_FILE}{holder}")
-    if _UNFINISHED in path.name:
-        raise ValueError(f"{path} is what an interrupted save left behind, not a checkpoint")
-    if (path / CONFIG_FILE).is_file():
-        if not (path / WEIGHTS / "_METADATA").is_file():
-            raise ValueError(f"{path / WEIGHTS} is missing or unfinished")
-        return path
-    if (path / "config.json").is_file():
-        raise ValueError(f"{path} is in the Hugging Face layout: tpuspec convert makes a "
-                         "checkpoint of it")
-    found = sorted(p.name for p in path.iterdir())[:6]
-    near = _holders([path.parent, *(p for p in sorted(path.iterdir()) if p.is_dir())])
-    raise ValueError(f"no checkpoint at {path}: it holds {found or 'nothing'}, "
-                     f"not {CONFIG_FILE}{near}")
-
-
-def _holders(candidates: Iterable[Path]) -> str:
-    near = [str(p) for p in candidates
-            if (p / CONFIG_FILE).is_file() and _UNFINISHED not in p.name]
-    return f"; did you mean {' or '.join(near)}?" if near else ""
-
-
-def _checked_dtype(dtype: Any) -> jnp.dtype:
+def checked_dtype(dtype: Any) -> jnp.dtype:
     dtype = jnp.dtype(dtype)
     if dtype.name not in ("float32", "bfloat16"):
         raise ValueError("dtype must be float32 or bfloat16 (T5 activations overflow in "

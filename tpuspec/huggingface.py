@@ -1,4 +1,5 @@
-"""Reads the Hugging Face layout: config.json with safetensors, one file or shards.
+"""Reads the Hugging Face layout: config.json with safetensors or pytorch_model.bin, one
+file or shards.
 
 Names are resolved explicitly. The embedding is ``shared.weight`` or, where that
 is absent, the encoder's and decoder's copies of it; the output head is
@@ -18,65 +19,63 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from tpuspec.checkpoint import AbstractModel, LoadedModel, Shardings, check_leaves
+from tpuspec.checkpoint_writer import checksum
 from tpuspec.config import Activation, T5Config
-from tpuspec.vocabulary import MODEL_FILE, Vocabulary
+from tpuspec.lazy_tensor import Tensor
+from tpuspec.safetensors_files import open_safetensors
+from tpuspec.tensor_source import Part, Source
+from tpuspec.torch_files import open_torch
+from tpuspec.vocabulary_files import find_vocabulary
 
+CONFIG_FILE = "config.json"
 _EMBEDDINGS = ("shared.weight", "encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 _HEAD = "lm_head.weight"
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MODEL_TYPES = ("t5", "mt5", "umt5")
 # T5 1.0 saves one bias in cross-attention that no T5 ever used.
 _UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+# In the order of choice: repositories often hold the same weights in several forms.
+_WEIGHTS = (("model.safetensors", open_safetensors), ("pytorch_model.bin", open_torch))
 
 
 def import_huggingface(directory: str | os.PathLike[str], *, dtype: jnp.dtype | str | None = None,
                        shardings: Shardings | None = None) -> LoadedModel:
-    """Reads a checkpoint directory; ``shardings`` as in ``checkpoint.load``.
+    """``open_huggingface`` and ``Source.load`` in one."""
+    return open_huggingface(directory).load(dtype=dtype, shardings=shardings)
 
-    Args:
-      dtype: of the weights in memory. None means that of the embedding on disk;
-        float16 on disk needs an answer here, for T5 overflows in it.
+
+def open_huggingface(directory: str | os.PathLike[str]) -> Source:
+    """Reads what a directory says of itself, and of the tensors no more than names it has
+    twice.
 
     Raises:
       ValueError: naming what is missing, unexpected, misshaped, ambiguous,
         contradictory or of a type that is not supported.
     """
     path = Path(directory).expanduser().absolute()
-    if not (path / "config.json").is_file():
-        raise ValueError(f"no Hugging Face checkpoint at {path}: there is no config.json")
-    fields = json.loads((path / "config.json").read_text())
-    tensors = _Tensors(path)
+    if not (path / CONFIG_FILE).is_file():
+        raise ValueError(f"no Hugging Face checkpoint at {path}: there is no {CONFIG_FILE}")
+    try:
+        fields = dict(json.loads((path / CONFIG_FILE).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path / CONFIG_FILE} is damaged: {error}") from error
+    tensors = _Roles(_open_weights(path))
     embedding = tensors.one_of(_EMBEDDINGS, "the embedding")
     tied = _tied(fields, tensors, embedding)
     config = _config(fields, tied)
-
-    if dtype is None:
-        dtype = jnp.dtype(tensors.dtypes[embedding])
-        if dtype == jnp.float16:
-            raise ValueError("the weights are float16, in which T5 overflows: ask for "
-                             "dtype float32 or bfloat16")
-    abstract = AbstractModel(config, jnp.dtype(dtype), shardings)
     names = parameter_names(config) | {"embedding": (embedding,)}
     ignored = {*_EMBEDDINGS, _UNUSED} - {embedding} | ({_HEAD} if tied else set())
-    check_leaves({n: tensors.shapes[n] for n in tensors.shapes if n not in ignored},
-                 {part: leaf.shape[-2:] for n, leaf in abstract.leaves.items()
-                  for part in names[n]}, str(path))
-
-    def read(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
-        parts = [tensors.read(part).astype(leaf.dtype) for part in names[name]]
-        return jax.device_put(np.stack(parts) if len(leaf.shape) == 3 else parts[0],
-                              leaf.sharding)
-
-    model = abstract.build({name: read(name, leaf) for name, leaf in abstract.leaves.items()})
-    vocabulary = Vocabulary.load(path) if (path / MODEL_FILE).is_file() else None
-    return LoadedModel(model=model, config=config, vocabulary=vocabulary,
-                       provenance={"imported_from": path.name, "layout": "huggingface"})
+    leaves = AbstractModel(config, jnp.dtype(jnp.float32)).leaves
+    check_leaves({n: tensor.shape for n, tensor in tensors.items() if n not in ignored},
+                 {part: leaf.shape[-2:] for n, leaf in leaves.items() for part in names[n]},
+                 str(path))
+    return Source(
+        path=path, layout="huggingface", config=config, tensors=tensors,
+        parts={name: tuple(Part(part) for part in names[name]) for name in leaves},
+        vocabulary=find_vocabulary(path, rows=config.vocab_size),
+        provenance={"imported_from": path.name, "layout": "huggingface"})
 
 
 def parameter_names(config: T5Config) -> dict[str, tuple[str, ...]]:
@@ -114,54 +113,56 @@ def parameter_names(config: T5Config) -> dict[str, tuple[str, ...]]:
     return names
 
 
-class _Tensors:
-    """The tensors of one directory; read one at a time, whatever file holds them."""
-
-    def __init__(self, path: Path):
-        index = path / "model.safetensors.index.json"
-        single = path / "model.safetensors"
-        promised: dict[str, str] = {}
-        if single.is_file():
-            files = [single]
-        elif index.is_file():
-            promised = json.loads(index.read_text())["weight_map"]
-            files = [path / name for name in sorted(set(promised.values()))]
-        else:
-            raise ValueError(f"no weights at {path}: neither {single.name} nor {index.name}")
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.dtypes: dict[str, str] = {}
-        self._files: dict[str, Any] = {}
-        for file in files:
-            self._open(file)
-        if lost := sorted(promised.keys() - self.shapes.keys()):
-            raise ValueError(f"{index.name} names tensors that no shard holds: {lost[:12]}")
-
-    def _open(self, file: Path) -> None:
+def _open_weights(path: Path) -> dict[str, Tensor]:
+    for single, read in _WEIGHTS:
+        index = path / f"{single}.index.json"
+        if not index.is_file():
+            if (path / single).is_file():
+                return read(path / single)
+            continue
         try:
-            reader = safe_open(str(file), framework="np")
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file.name} cannot be read: {error}") from error
-        for name in reader.keys():
-            view = reader.get_slice(name)
-            if name in self.shapes:
-                raise ValueError(f"{name} is in two files")
-            if view.get_dtype() not in _DTYPES:
-                raise ValueError(f"{name} is stored as {view.get_dtype()}; supported are "
-                                 f"{', '.join(_DTYPES)}")
-            self.shapes[name] = tuple(view.get_shape())
-            self.dtypes[name] = _DTYPES[view.get_dtype()]
-            self._files[name] = reader
+            promised = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{index} is damaged: {error!r}") from error
+        files = sorted(set(promised.values()))
+        if (path / single).is_file() and single not in files:
+            raise ValueError(f"{path} has two candidates for its weights: {single} and the shards "
+                             f"of {index.name}; move one of them away")
+        tensors: dict[str, Tensor] = {}
+        for name in files:
+            if Path(name).name != name:
+                raise ValueError(f"{index.name} names a shard outside of its folder: {name}")
+            shard = read(path / name)
+            if twice := sorted(tensors.keys() & shard.keys()):
+                raise ValueError(f"{twice[0]} is in two files")
+            tensors |= shard
+        if lost := sorted(promised.keys() - tensors.keys()):
+            raise ValueError(f"{index.name} names tensors that no shard holds: {lost[:12]}")
+        return tensors
+    raise ValueError(f"no weights at {path}: neither "
+                     + " nor ".join(f"{name}, {name}.index.json" for name, _ in _WEIGHTS))
 
-    def read(self, name: str) -> np.ndarray:
-        return self._files[name].get_tensor(name)
+
+class _Roles(dict[str, Tensor]):
+    """Tensors of which several may stand for the same thing."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]):
+        super().__init__(tensors)
+        self._sums: dict[str, str] = {}
 
     def equal(self, one: str, other: str) -> bool:
-        return (self.shapes[one] == self.shapes[other]
-                and np.array_equal(self.read(one), self.read(other)))
+        """By sums, so that never two of them are in memory."""
+        return (self[one].shape == self[other].shape and self[one].dtype == self[other].dtype
+                and self._sum(one) == self._sum(other))
+
+    def _sum(self, name: str) -> str:
+        if name not in self._sums:
+            self._sums[name] = checksum(self[name].read())
+        return self._sums[name]
 
     def one_of(self, names: tuple[str, ...], role: str) -> str:
         """The first name that is there; all that are there must hold the same."""
-        present = [name for name in names if name in self.shapes]
+        present = [name for name in names if name in self]
         if not present:
             raise ValueError(f"{role} is missing: there is none of {', '.join(names)}")
         for other in present[1:]:
@@ -170,14 +171,14 @@ class _Tensors:
         return present[0]
 
 
-def _tied(fields: Mapping[str, Any], tensors: _Tensors, embedding: str) -> bool:
-    differs = _HEAD in tensors.shapes and not tensors.equal(_HEAD, embedding)
+def _tied(fields: Mapping[str, Any], tensors: _Roles, embedding: str) -> bool:
+    differs = _HEAD in tensors and not tensors.equal(_HEAD, embedding)
     if _since_v5(fields):
-        if _HEAD not in tensors.shapes and fields.get("tie_word_embeddings") is False:
+        if _HEAD not in tensors and fields.get("tie_word_embeddings") is False:
             raise ValueError(f"{_HEAD} is missing, and tie_word_embeddings is false")
         return not differs
     if not fields.get("tie_word_embeddings", True):
-        if _HEAD not in tensors.shapes:
+        if _HEAD not in tensors:
             raise ValueError(f"{_HEAD} is missing, and tie_word_embeddings is false")
         return False
     if differs:

@@ -67,3 +67,32 @@ def preset(name: str) -> T5Config:
     if name not in PRESETS:
         raise ValueError(f"model must be one of {', '.join(PRESETS)}, got {name}")
     return PRESETS[name]
+
+
+# What no array shows. The gate is named by whether there is one.
+_NOT_SHAPES = ("activation", "vocab_size", "eos_token_id", "pad_token_id", "decoder_start_token_id",
+               "layer_norm_epsilon", "relative_attention_max_distance", "quantization")
+
+
+def same_shapes(config: T5Config) -> dict[str, T5Config]:
+    """The public models whose arrays, but for the rows of the embedding, have these shapes."""
+
+    def shapes(of: T5Config) -> dict[str, Any]:
+        return of.to_json() | dict.fromkeys(_NOT_SHAPES) | {"gated": of.activation.gated}
+
+    return {name: known for name, known in PRESETS.items() if shapes(known) == shapes(config)}
+
+
+def family(config: T5Config) -> str:
+    """What people call models of this kind; several kinds have the same arrays."""
+    if config.per_layer_relative_bias:
+        return "umT5"
+    if config.activation is Activation.RELU:
+        return "T5 1.0" if config.tie_word_embeddings else "T5"
+    if config.activation is Activation.GATED_SILU:
+        return "UL2 or Flan-UL2"
+    if config.eos_token_id == 2:
+        return "MADLAD-400"
+    if config.vocab_size <= 512:
+        return "ByT5"
+    return "mT5" if config.vocab_size > 200_000 else "T5 1.1, LM-adapted or Flan-T5"

@@ -223,3 +223,12 @@ class Programs:
         return passes(model, which, state, width=width,
                       source_positions=self.read_bucket(self.config.source_buckets[0]),
                       vocabulary_size=self._vocabulary_size, kernels=self._kernels)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def teacher_forced_logits(graph: nnx.GraphDef, params: nnx.State, source_BS: jax.Array,
+                          lengths_B: jax.Array, target_BT: jax.Array) -> jax.Array:
+    """[B, T, V] float32 of a model split in two; of no engine, for comparing models."""
+    model = nnx.merge(graph, params)
+    encoded_BSD = model.encode(source_BS, lengths_B)
+    return model.decode_teacher_forced(target_BT, encoded_BSD, lengths_B)

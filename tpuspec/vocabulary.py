@@ -21,7 +21,7 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
 MODEL_FILE = "spiece.model"
-_OPTIONS_FILE = "vocabulary.json"
+OPTIONS_FILE = "vocabulary.json"
 _DEFAULT_EXTRA_IDS = 100
 _SPACE = "\u2581"
 _BAD_BYTE = "\ufffd"
@@ -59,12 +59,19 @@ class Vocabulary:
             else int(piece[3:-1], 16) if kind == kinds.BYTE
             else piece.replace(_SPACE, " ")
             for piece, kind in self._pieces]
-        self._surfaces += [f"<extra_id_{n}>" for n in reversed(range(extra_ids))]
+        self._surfaces += self._sentinels()
         self._whole = {self.unk_id, *range(len(self._pieces), self.size)}
 
     @classmethod
-    def from_bytes(cls, proto: bytes, extra_ids: int | None = None) -> "Vocabulary":
-        """Args: extra_ids: None means 100, or 0 if the pieces hold the sentinels (mT5)."""
+    def from_bytes(cls, proto: bytes, extra_ids: int | None = None, *,
+                   rows: int | None = None) -> "Vocabulary":
+        """From the content of a SentencePiece file.
+
+        Args:
+          extra_ids: None means 100, or 0 if the pieces hold the sentinels (mT5), or as
+            many as there is room for.
+          rows: of the model's embedding, if known.
+        """
         try:
             parsed = sentencepiece_model_pb2.ModelProto.FromString(proto)
         except Exception as error:
@@ -72,6 +79,8 @@ class Vocabulary:
         if extra_ids is None:
             inside = any("<extra_id_0>" in p.piece for p in parsed.pieces)
             extra_ids = 0 if inside else _DEFAULT_EXTRA_IDS
+            if rows is not None:  # MADLAD has none
+                extra_ids = max(0, min(extra_ids, rows - len(parsed.pieces)))
         if extra_ids < 0:
             raise ValueError(f"extra_ids must be at least 0, got {extra_ids}")
         return cls(proto, extra_ids)
@@ -84,14 +93,14 @@ class Vocabulary:
             file = file / MODEL_FILE
         if not file.is_file():
             raise ValueError(f"no SentencePiece model at {file}")
-        options = file.parent / _OPTIONS_FILE
+        options = file.parent / OPTIONS_FILE
         extra_ids = json.loads(options.read_text())["extra_ids"] if options.is_file() else None
         return cls.from_bytes(file.read_bytes(), extra_ids)
 
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Writes spiece.model and the number of sentinels beside it."""
         (Path(directory) / MODEL_FILE).write_bytes(self._proto)
-        (Path(directory) / _OPTIONS_FILE).write_text(
+        (Path(directory) / OPTIONS_FILE).write_text(
             json.dumps({"extra_ids": self.extra_ids}) + "\n")
 
     def encode(self, text: str) -> list[int]:
@@ -127,18 +136,26 @@ class Vocabulary:
             return surface, surface != ""
         return surface[self._strip_one:], True
 
-    def differences(self, other: "Vocabulary") -> str | None:
+    def differences(self, other: "Vocabulary", *, kinds: bool = True) -> str | None:
         """The first difference in words, or None if every id means the same.
 
         Rows that pad an embedding are no part of a vocabulary.
+
+        Args:
+          kinds: whether the kinds of pieces count, which not every form tells.
         """
         for i, (mine, theirs) in enumerate(zip(self._pieces, other._pieces, strict=False)):
-            if mine != theirs:
+            if mine[0] != theirs[0]:
                 return f"id {i} is {mine[0]!r} in one and {theirs[0]!r} in the other"
+            if kinds and mine[1] != theirs[1]:
+                return f"id {i}, {mine[0]!r}, is of another kind in the other"
         if (len(self._pieces), self.size) != (len(other._pieces), other.size):
             return (f"{len(self._pieces)} pieces and {self.extra_ids} sentinels in one, "
                     f"{len(other._pieces)} and {other.extra_ids} in the other")
         return None
+
+    def _sentinels(self) -> list[str]:
+        return [f"<extra_id_{n}>" for n in reversed(range(self.extra_ids))]
 
 
 class Detokenizer:

@@ -7,10 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from foreign_checkpoints import t5x_arrays, write_t5x
 from harness import run_cli
+from programmable import rand
+from tiny_vocabularies import uni
 
 from tpuspec import checkpoint
 from tpuspec.config import EngineConfig
+from tpuspec.conversion_check import check
 from tpuspec.huggingface import import_huggingface
 from tpuspec.quantization import quantize
 from tpuspec.serving import convert, inspect, models
@@ -23,7 +27,7 @@ def test_a_converted_checkpoint_is_inspected_and_loads(tmp_path):
     source = next(path for path in sorted(GOLDEN.iterdir()) if (path / "config.json").is_file())
     made = run_cli("convert", str(source), str(tmp_path / "made"), "--dtype", "bfloat16")
     assert made.returncode == 0, made.stderr
-    assert "no spiece.model" in made.stderr
+    assert "has no vocabulary" in made.stderr
     loaded = checkpoint.load(tmp_path / "made")
     assert loaded.model.embedding[...].dtype == jnp.bfloat16
     facts = json.loads(run_cli("inspect", str(tmp_path / "made"), "--json").stdout)
@@ -87,6 +91,85 @@ def test_int8_checkpoints_are_served_and_others_quantized_while_loading(tiny_pai
                           mesh_shape=(1, 2))
     assert_same(sharded.engine._weights[0], loading.engine._weights[0])
     assert_same(sharded.engine._weights[1], loading.engine._weights[1])
+
+
+@pytest.mark.parametrize("family", ["t5_v1_0", "umt5"])
+def test_a_conversion_is_checked_against_stored_logits(tmp_path, capsys, family):
+    source = GOLDEN / family
+    converted(source, tmp_path / "made", "--check", str(source / "expected.npz"), "--json")
+    report = json.loads(capsys.readouterr().out)
+    assert report["passed"] and report["positions"] == 120 and report["same_argmax"] > 0.99
+    assert 0 < report["largest_difference"] < 1e-4 * report["largest_logit"]
+
+
+def test_a_conversion_is_checked_against_another_source(tiny_pair, tmp_path, capsys):
+    source = tiny_pair / "target"
+    converted(source, tmp_path / "same", "--check", str(source))
+    told = capsys.readouterr().out
+    assert told.startswith("agrees with") and "difference of two logits is 0 (" in told
+    converted(source, tmp_path / "int8", "--quantize", "int8", "--check", str(source), "--json")
+    report = json.loads(capsys.readouterr().out)
+    assert 0 < report["largest_difference"] < 0.2 * report["largest_logit"]
+    other = tmp_path / "other"
+    model = checkpoint.load(source).model
+    model.encoder_norm.weight[...] = 2 * model.encoder_norm.weight[...]
+    checkpoint.save(other, model, None)
+    args = ["convert", str(source), str(tmp_path / "bad"), "--check", str(other)]
+    assert convert.run(make_parser().parse_args(args)) == 1
+    assert capsys.readouterr().out.startswith("DOES NOT AGREE with")
+    assert not check(tmp_path / "int8", source, tolerance=1e-6).passed
+
+
+def test_an_expectation_that_cannot_be_compared_is_refused(tiny_pair, tmp_path):
+    made = tiny_pair / "target"
+    np.savez(tmp_path / "half.npz", input_ids=np.zeros((1, 3), np.int32))
+    (tmp_path / "text.npz").write_text("no arrays")
+    with np.load(GOLDEN / "t5_v1_1" / "expected.npz") as stored:
+        arrays = dict(stored)
+    np.savez(tmp_path / "ids.npz", **arrays | {"input_ids": arrays["input_ids"] + 10_000})
+    small = {name: arrays[name] % 320 for name in ("input_ids", "decoder_input_ids")}
+    np.savez(tmp_path / "width.npz", **arrays | small | {"logits": arrays["logits"][..., :5]})
+    for name, told in (("half", "holds no expectation: .*attention_mask"),
+                       ("text", "holds no expectation"),
+                       ("ids", "input_ids in .* must be below 320, got 1"),
+                       ("width", r"must be \[3, 40, 320\], got \[3, 40, 5\]")):
+        with pytest.raises(ValueError, match=told):
+            check(made, tmp_path / f"{name}.npz")
+    with pytest.raises(ValueError, match="vocab_size must be 320 to compare with"):
+        check(made, GOLDEN / "mt5")
+
+
+def test_t5x_is_converted_with_the_vocabulary_that_is_named(tmp_path, capsys):
+    model = rand(d_model=16, layers=1, vocab=320)
+    source = write_t5x(tmp_path / "t5x", t5x_arrays(model, "joined"))
+    (tmp_path / "sp.model").write_bytes(uni())
+    made = converted(source, tmp_path / "made", "--vocabulary", str(tmp_path / "sp.model"),
+                     "--activation", "gated-silu")
+    err = capsys.readouterr().err
+    assert "no public model has these shapes" in err and "gate" not in err
+    loaded = checkpoint.load(made)
+    assert loaded.config.activation == "gated-silu"
+    assert loaded.vocabulary is not None and loaded.vocabulary.size == 400
+    assert loaded.provenance == {"imported_from": "t5x", "layout": "t5x"}
+
+
+def test_inspect_describes_what_is_not_converted_yet_and_verifies_what_is(tmp_path, capsys):
+    def facts(*flags: str) -> dict[str, object]:
+        assert inspect.run(make_parser().parse_args(["inspect", *flags, "--json"])) == 0
+        return json.loads(capsys.readouterr().out)
+
+    for family, name in (("t5_v1_0", "T5 1.0"), ("umt5", "umT5")):
+        source, made = GOLDEN / family, tmp_path / family
+        before = facts(str(source))
+        assert (before["layout"], before["family"]) == ("huggingface", name)
+        converted(source, made)
+        after = facts(str(made), "--verify")
+        assert after["verified"] and after["layout"] == "tpuspec"
+        for same in ("family", "parameters", "dtype", "bytes_on_device", "tied", "model"):
+            assert before[same] == after[same]
+    (made / "checksums.json").unlink()
+    with pytest.raises(ValueError, match="no checksums.json"):
+        facts(str(made), "--verify")
 
 
 def test_inspect_says_whether_two_can_be_a_pair(tiny_pair, tmp_path):
