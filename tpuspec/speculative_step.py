@@ -8,7 +8,7 @@ from jax import lax
 
 from tpuspec.decode_state import DecodeState, FinishReason, Slots, StepOutput
 from tpuspec.kernel_choice import XLA, KernelChoice
-from tpuspec.kernels import RejectionSample, SampledTokens, WarpedRows
+from tpuspec.kernels import SampledTokens, WarpedRows
 from tpuspec.kv_cache import DecoderCache
 from tpuspec.logit_adjustment import NO_ID
 from tpuspec.sampling import Purpose, uniforms
@@ -62,21 +62,20 @@ def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
         limit_B = jnp.minimum(slots.draft_limit_B, draft_length)
         index = jnp.arange(draft_length + 1)[None, :]
 
-        def accept(logits_BGV: jax.Array) -> RejectionSample:
-            return kernels.rejection_sample(
-                drafts_Bγ, draft_logits_BγV, drafted.rows_B, logits_BGV,
-                slots.sampling.options(), limit_B, slots.active_B,
-                coins[Purpose.ACCEPT, :, :-1], coins[Purpose.CORRECTION],
-                vocabulary_size=vocabulary_size)
-
-        def adjust_and_accept() -> RejectionSample:
+        def adjusted() -> jax.Array:
             earlier = index[:, None, :-1] < index[:, :, None]
             new_Bγ = slots.adjustments.new(drafts_Bγ, positions_BG[:, :-1])
             before_BGγ = jnp.where(earlier, new_Bγ[:, None, :], NO_ID)
-            return accept(slots.adjustments.adjust(logits_BGV, positions_BG, before_BGγ,
-                                                   slots.eos_ids_BE))
+            return slots.adjustments.adjust(logits_BGV, positions_BG, before_BGγ,
+                                            slots.eos_ids_BE)
 
-        outcome = lax.cond(slots.adjusting, adjust_and_accept, lambda: accept(logits_BGV))
+        # Where nothing is to be adjusted this is a copy: a microsecond or two a slot. The
+        # accept test in both branches would compile, and lie in memory, twice.
+        chosen_BGV = lax.cond(slots.adjusting, adjusted, lambda: logits_BGV)
+        outcome = kernels.rejection_sample(
+            drafts_Bγ, draft_logits_BγV, drafted.rows_B, chosen_BGV, slots.sampling.options(),
+            limit_B, slots.active_B, coins[Purpose.ACCEPT, :, :-1], coins[Purpose.CORRECTION],
+            vocabulary_size=vocabulary_size)
     with jax.named_scope("commit"):
         accepted_B = outcome.accepted_B
         tokens_BG = jnp.where(
