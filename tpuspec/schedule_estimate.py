@@ -20,6 +20,11 @@ _SMALLEST_CYCLES = 600
 # for each row of logits: of the stored figures of the kernel report (v4).
 ATTENTION_SECONDS = 1.0e-6
 SAMPLING_ROW_SECONDS = 0.35e-6
+# The decoder kernel's core is busy for this many cycles with a byte of weights or of caches,
+# which may be longer than the byte takes to come: of the stored figures too (1 and 8 slots;
+# v6e with 8 is 10 % slower).
+WEIGHT_CYCLES, CACHE_CYCLES = 0.8, 1.25
+_CACHE_AXES = 5
 _SAMPLING = ("rejection_sample", "sample_tokens")
 # A collective is bound by its hops for what a step exchanges: an assumption.
 COLLECTIVE_SECONDS = 2.0e-6
@@ -117,6 +122,10 @@ def _cost(line: Instruction, by_name: dict[str, Instruction], chip: Chip) -> tup
         if line.name.startswith(_SAMPLING):
             rows = max(sum(a.size_bytes for a in operands) / _LOGITS_ROW_BYTES, 1.0)
             return ATTENTION_SECONDS + rows * SAMPLING_ROW_SECONDS, moved
+        if line.name.startswith("decoder_pass"):
+            caches = sum(a.size_bytes for a in operands if len(a.dims) == _CACHE_AXES)
+            work = WEIGHT_CYCLES * (moved - caches) + CACHE_CYCLES * caches
+            return ATTENTION_SECONDS + max(work / chip.clock_hz, moved / chip.bandwidth), moved
         return ATTENTION_SECONDS + moved / chip.bandwidth, moved
     if line.opcode.startswith(_COLLECTIVES) and not line.opcode.endswith("-done"):
         return COLLECTIVE_SECONDS, 0.0
