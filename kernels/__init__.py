@@ -8,6 +8,9 @@ from tpuspec.kernels.attention_blocks import (
     untile_heads,
 )
 from tpuspec.kernels.cross_attention import cross_attention, sharded_cross_attention
+from tpuspec.kernels.decoder_pass import decoder_pass
+from tpuspec.kernels.decoder_pass_pallas import check_decoder_pass
+from tpuspec.kernels.decoder_weights import DecoderWeights, bias_table
 from tpuspec.kernels.rejection_sampling import (
     RejectionSample,
     rejection_sample,
@@ -20,12 +23,16 @@ from tpuspec.kernels.verify_attention import sharded_verify_attention, verify_at
 
 __all__ = [
     "AttentionBlocks",
+    "DecoderWeights",
     "RejectionSample",
     "SampledTokens",
     "SamplingBlocks",
     "WarpOptions",
     "WarpedRows",
+    "bias_table",
+    "check_decoder_pass",
     "cross_attention",
+    "decoder_pass",
     "padded_positions",
     "rejection_sample",
     "sample_tokens",

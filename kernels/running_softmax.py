@@ -96,7 +96,7 @@ class RunningSoftmax:
                 jnp.where(head_GL == head, q_GL, jnp.zeros_like(q_GL))
                 for head in range(LANES // self.head_width)
             ]
-            self.rows_ref[tile] = jnp.concatenate(rows, axis=0)
+            self.rows_ref[tile] = jnp.concatenate(rows, axis=0).astype(self.rows_ref.dtype)
         self.max_ref[...] = jnp.full_like(self.max_ref, MASKED)
         self.sum_ref[...] = jnp.zeros_like(self.sum_ref)
         self.mixed_ref[...] = jnp.zeros_like(self.mixed_ref)

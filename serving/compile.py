@@ -21,7 +21,7 @@ Static estimates, not measurements: the programs are compiled, not run. floor = 
 full caches read once, over the published bandwidth (encode: its operations over the peak,
 where that is more). estimate = the compiler's schedule, with its cycles at an assumed clock
 rate, copies and operands in memory at the published bandwidth, and kernels as
-tools/kernel_report.py finds them; launches are left out."""
+tools/kernel_report.py finds them; launches, and options of requests, are left out."""
 
 
 def run(args: argparse.Namespace) -> int:

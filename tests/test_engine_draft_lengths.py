@@ -27,7 +27,7 @@ class Script(DraftLengths):
     def __init__(self, seed: int):
         super().__init__(dict.fromkeys(CONFIG.draft_lengths, 1.0))
         rng = np.random.default_rng(seed)
-        self.lengths = [4] + [0] * 21  # over more than a window of 16
+        self.lengths = [4] + [0] * 21  # over more than a window of 8
         for _ in range(100):
             self.lengths += [int(rng.choice([0, 1, 4]))] * int(rng.choice([1, 2, 5]))
         self.asked: list[int] = []

@@ -34,13 +34,17 @@ def ids(engine: Engine) -> list[list[int]]:
     return [result.ids for result in run(engine, JOBS, slots=[0, 1, 0])]
 
 
-@pytest.mark.parametrize("heads", [2, 4])
-def test_interpreted_kernels_give_the_ids_of_xla(heads):
-    target, draft = pair(num_heads=heads)
+@pytest.mark.parametrize(("shape", "fused"), [
+    (dict(num_heads=2, d_model=128, layers=2), True), (dict(num_heads=4), False)])
+def test_interpreted_kernels_give_the_ids_of_xla(shape, fused):
+    target, draft = pair(**shape)
     plain = ids(Engine(target, draft, CONFIG, vocabulary_size=48))
     kernels = KernelChoice(implementation="pallas", interpret=True)
     engine = Engine(target, draft, CONFIG, vocabulary_size=48, kernels=kernels)
-    assert engine._state.target_cache.self_k[0].shape == (2, heads // 2, 128, 128)
+    cache = (2, shape["num_heads"] // 2, 128, 128)
+    assert engine._state.target_cache.self_k[0].shape == cache
+    # The draft's whole pass is one kernel where its widths fill the lanes.
+    assert engine._state.draft_cache.self_k[0].shape == (*((2,) if fused else ()), *cache)
     # release, an insert a bucket, a step a draft length
     assert len(list(engine._definitions.requests())) == 5
     assert ids(engine) == plain

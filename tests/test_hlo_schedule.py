@@ -4,7 +4,12 @@ import pytest
 
 from tpuspec.chips import Chip
 from tpuspec.hlo_schedule import Array, Schedule
-from tpuspec.schedule_estimate import ATTENTION_SECONDS, estimate
+from tpuspec.schedule_estimate import (
+    ATTENTION_SECONDS,
+    CACHE_CYCLES,
+    WEIGHT_CYCLES,
+    estimate,
+)
 
 # 1 cycle is 1 ns and 1 byte moves in 1 ns.
 CHIP = Chip(bandwidth=1e9, flops=1e12, hbm_bytes=1, clock_hz=1e9, host="2x2")
@@ -34,7 +39,7 @@ def test_shapes_and_memory_spaces():
         W + op("t", "(f32[2,3]{1,0:T(8,128)S(3)}, pred[4]{0}, /*index=2*/s32[])",
                "fusion(%w), calls=%fused", 7, "jit(step)/while/body/verify/mul")))
     line = schedule.computations["main.1"][1]
-    assert line.arrays == (Array(24, False), Array(4, True), Array(4, True))
+    assert line.arrays == (Array(24, False, (2, 3)), Array(4, True, (4,)), Array(4, True, ()))
     assert (line.opcode, line.operands, line.cycles) == ("fusion", ("w",), 7)
     assert line.called("calls") == "fused" and line.scope.endswith("verify/mul")
 
@@ -74,13 +79,14 @@ def test_a_counted_loop_runs_as_often_as_its_condition_says():
         seconds(loop, others.replace("constant(8)", "parameter(1)"))
 
 
-def test_of_branches_the_slowest_counts():
+def test_of_branches_the_fastest_counts():
+    """They are what options do, of which a request may ask for none."""
     others = "".join(f"%{name} (p: s32[]) -> f32[] {{\n{NEAR}"
                      f"{op('a', 'f32[]', 'fusion(%near)', cycles)}}}\n\n"
                      for name, cycles in (("short.1", 10), ("long.1", 900)))
     entry = W + op("c", "f32[]", "conditional(%w, %w, %w), branch_computations="
                    "{%short.1, %long.1}")
-    assert seconds(entry, others) == pytest.approx(900)
+    assert seconds(entry, others) == pytest.approx(10)
 
 
 def test_a_kernel_takes_the_time_of_its_bytes_and_its_start():
@@ -88,6 +94,17 @@ def test_a_kernel_takes_the_time_of_its_bytes_and_its_start():
                    'custom-call(%w), custom_call_target="tpu_custom_call", '
                    'backend_config={"body":"estimated_cycles nonsense"}')
     assert seconds(entry) == pytest.approx(1e9 * ATTENTION_SECONDS + 1000)
+
+
+def test_the_decoder_kernel_takes_the_longer_of_its_bytes_and_its_work():
+    cache = op("c", "bf16[2,1,1,10,100]{4,3,2,1,0}", "parameter(1)")
+    entry = W + cache + op("decoder_pass.3", "bf16[8]{0:S(1)}",
+                           'custom-call(%w, %c), custom_call_target="tpu_custom_call"')
+    work = WEIGHT_CYCLES * 1000 + CACHE_CYCLES * 4000
+    assert work > 5000
+    assert seconds(entry) == pytest.approx(1e9 * ATTENTION_SECONDS + work)
+    few = entry.replace("10,100]", "1,10]")
+    assert seconds(few) == pytest.approx(1e9 * ATTENTION_SECONDS + 1040)
 
 
 @pytest.mark.parametrize("text, complaint", [

@@ -23,10 +23,11 @@ _OPERAND = re.compile(r"%([\w.\-]+)")
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """Part of an instruction's value: its size, and whether it lies in HBM."""
+    """Part of an instruction's value: its size, whether it lies in HBM, its shape."""
 
     size_bytes: int
     in_hbm: bool
+    dims: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +115,7 @@ def _arrays(shape: str) -> tuple[Array, ...]:
     arrays = []
     for element, dims, layout in _ARRAY.findall(shape):
         if element in _WIDTHS:
-            size = math.prod(int(n) for n in dims.split(",") if n) * _WIDTHS[element]
-            arrays.append(Array(size, in_hbm=not re.search(r"S\([1-9]\d*\)", layout)))
+            sizes = tuple(int(n) for n in dims.split(",") if n)
+            arrays.append(Array(math.prod(sizes) * _WIDTHS[element], dims=sizes,
+                                in_hbm=not re.search(r"S\([1-9]\d*\)", layout)))
     return tuple(arrays)

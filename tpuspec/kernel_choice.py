@@ -65,6 +65,13 @@ class KernelChoice:
         return kernels.sharded_cross_attention(
             self.mesh, heads=self._heads(config), slots=mesh_lib.DATA, **options)(*arrays)
 
+    def decoder_pass(self, config: T5Config, *arrays: Any,
+                     ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """See ``kernels.decoder_pass``."""
+        return kernels.decoder_pass(
+            *arrays, activation=config.activation.value, epsilon=config.layer_norm_epsilon,
+            implementation="pallas", interpret=self.interpret)
+
     def sample_tokens(self, *arrays: Any, vocabulary_size: int) -> kernels.SampledTokens:
         """See ``kernels.sample_tokens``."""
         return self._sample(kernels.sample_tokens, kernels.sharded_sample_tokens, *arrays,

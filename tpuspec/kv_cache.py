@@ -19,7 +19,7 @@ from tpuspec.kernels import tile_heads, tiled_cache_shape
 
 @functools.partial(jax.tree_util.register_dataclass,
                    data_fields=["self_k", "self_v", "cross_k", "cross_v"],
-                   meta_fields=["tiled"])
+                   meta_fields=["tiled", "stacked"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderCache:
     """Keys and values of one model for all slots, one array a layer.
@@ -31,6 +31,8 @@ class DecoderCache:
         per request.
       tiled: whether the arrays are in the kernels' layout instead, [B, P, T, 128] and
         [B, P, S, 128] (see ``tpuspec.kernels.attention_blocks``).
+      stacked: whether the arrays of all layers, which are tiled, are one: each of the
+        four is then a tuple of one array [L, B, P, T or S, 128].
     """
 
     self_k: tuple[jax.Array, ...]
@@ -38,10 +40,11 @@ class DecoderCache:
     cross_k: tuple[jax.Array, ...]
     cross_v: tuple[jax.Array, ...]
     tiled: bool = False
+    stacked: bool = False
 
     @classmethod
     def zeros(cls, config: T5Config, *, slots: int, positions: int, source_positions: int,
-              dtype: jnp.dtype, tiled: bool = False) -> "DecoderCache":
+              dtype: jnp.dtype, tiled: bool = False, stacked: bool = False) -> "DecoderCache":
         """Memory: 2 L slots (positions + source_positions) N H elements, both lengths
         rounded up to a multiple of 128 if tiled."""
 
@@ -50,11 +53,14 @@ class DecoderCache:
             if tiled:
                 shape = tiled_cache_shape(slots=slots, positions=length, head_width=config.d_kv,
                                           num_heads=config.num_heads)
-            return tuple(jnp.zeros(shape, dtype) for _ in range(config.num_decoder_layers))
+            layers = config.num_decoder_layers
+            if stacked:
+                return (jnp.zeros((layers, *shape), dtype),)
+            return tuple(jnp.zeros(shape, dtype) for _ in range(layers))
 
         return cls(self_k=layers(positions), self_v=layers(positions),
                    cross_k=layers(source_positions), cross_v=layers(source_positions),
-                   tiled=tiled)
+                   tiled=tiled, stacked=stacked)
 
     def limit_source(self, positions: int) -> "DecoderCache":
         """A view whose cross-attention reads only the first source positions. The
@@ -79,14 +85,19 @@ class DecoderCache:
                               ) if self.tiled else row
 
         def fill(buffers: tuple[jax.Array, ...], rows: list[jax.Array]) -> tuple[jax.Array, ...]:
+            if self.stacked:
+                rows = [jnp.stack(rows)]
             filled = []
             for buffer, row in zip(buffers, rows, strict=True):
-                rest = buffer.shape[2] - row.shape[2]
-                row = jnp.pad(row, ((0, 0), (0, 0), (0, rest), (0, 0)))
-                filled.append(lax.dynamic_update_slice(buffer, row, (slot, 0, 0, 0)))
+                above = buffer.ndim - 4  # axes before that of slots
+                rest = buffer.shape[-2] - row.shape[-2]
+                row = jnp.pad(row, above * ((0, 0),) + ((0, 0), (0, 0), (0, rest), (0, 0)))
+                at = (*above * (0,), slot, 0, 0, 0)
+                filled.append(lax.dynamic_update_slice(buffer, row, at))
             return tuple(filled)
 
-        nothing = [jnp.zeros_like(buffer[:1]) for buffer in self.self_k]
+        own = self.self_k[0]
+        nothing = len(keys_values) * [jnp.zeros((1, *own.shape[-3:]), own.dtype)]
         return dataclasses.replace(
             self, self_k=fill(self.self_k, nothing), self_v=fill(self.self_v, nothing),
             cross_k=fill(self.cross_k, [source(k) for k, _ in keys_values]),

@@ -7,17 +7,17 @@ import jax
 import jax.numpy as jnp
 
 from tpuspec.decode_state import DecodeState
+from tpuspec.fused_decoder import Model
 from tpuspec.kernel_choice import KernelChoice
 from tpuspec.kv_cache import DecoderCache
 from tpuspec.measurement import CostReport, time_interleaved
 from tpuspec.speculative_step import read
-from tpuspec.t5 import T5
 
 PASSES = 8  # in one timed program
 _REPEATS = 15
 
 
-def passes(model: T5, which: str, state: DecodeState, *, width: int, source_positions: int,
+def passes(model: Model, which: str, state: DecodeState, *, width: int, source_positions: int,
            vocabulary_size: int, kernels: KernelChoice) -> tuple[DecodeState, jax.Array]:
     """Passes over ``width`` tokens, each with a greedy choice of the next, one after the
     other, so that launching does not count.

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from tpuspec import mesh as mesh_lib
@@ -103,13 +102,13 @@ class AbstractEngine:
             np.asarray(devices).reshape(mesh_shape), (mesh_lib.DATA, mesh_lib.MODEL))
         target, draft = (*models, None)[:2]
         assert target is not None
-        self.programs = Programs(
-            target, draft, config, vocabulary_size=vocabulary_size, mesh=mesh,
-            kernels=KernelChoice(implementation="pallas", mesh=mesh))
         self._mesh = mesh
+        with self._compiling():
+            self.programs = Programs(
+                target, draft, config, vocabulary_size=vocabulary_size, mesh=mesh,
+                kernels=KernelChoice(implementation="pallas", mesh=mesh))
         self.weights = self._placed(self.programs.weights(*models))
-        self.names = [[jax.tree_util.keystr(path) for path, _ in
-                       jax.tree_util.tree_leaves_with_path(nnx.state(model))] for model in models]
+        self.names = self.programs.weight_names()
         self.state = self._placed(abstract_state(self.programs, mesh))
 
     def _placed(self, tree: Any) -> Any:
@@ -119,9 +118,12 @@ class AbstractEngine:
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
                             tree)
 
+    def _compiling(self) -> contextlib.AbstractContextManager[Any]:
+        """For the device. On a mesh, the devices of the kernels are known from it."""
+        return lowering_for(self._device) if self._mesh is None else contextlib.nullcontext()
+
     def lower(self, key: Key) -> jax.stages.Lowered:
-        # On a mesh, the devices of the kernels are known from it.
-        with lowering_for(self._device) if self._mesh is None else contextlib.nullcontext():
+        with self._compiling():
             return self.programs.lower(key, self.weights, self.state)
 
     def weight_bytes(self, model: int, *, of: str) -> int:

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from tpuspec import mesh as mesh_lib
 from tpuspec.config import EngineConfig
 from tpuspec.decode_state import DecodeState, Slots
+from tpuspec.fused_decoder import FusedT5, Model, parameter_names, stacked_layers
 from tpuspec.kernel_choice import KernelChoice
 from tpuspec.kv_cache import DecoderCache
 from tpuspec.pass_timing import passes
@@ -24,7 +25,7 @@ from tpuspec.t5 import T5
 Key = tuple
 Weights = Sequence[list[jax.Array]]  # of the target and of the draft
 _MATRIX_ROWS = 8
-_MOST_CATCH_UP = 16  # the widest window that the attention kernels take
+_MOST_CATCH_UP = 8  # the widest window that the decoder kernel takes
 
 
 class Programs:
@@ -48,10 +49,18 @@ class Programs:
         self._tiled = all(kernels.tiles(model) for model in self._models)
         self._graphs: list[nnx.GraphDef] = []
         self._structures: list[jax.tree_util.PyTreeDef] = []
+        self._names: list[list[str]] = []
         for model in models:
             graph, params = nnx.split(model)
             self._graphs.append(graph)
             self._structures.append(jax.tree.structure(params))
+            self._names.append(parameter_names(params))
+        self._fused = None  # how the draft's layers are stacked, if one kernel reads them
+        if draft is not None and kernels.tiles(draft.config):
+            shapes = jax.eval_shape(lambda: self._cache(1, stacked=True))
+            window = max(self.draft_width, 2 if config.draft_length is not None
+                         else self.catch_up_width)
+            self._fused = stacked_layers(draft, shapes, window, kernels)
 
     # ---- arguments -----------------------------------------------------------
 
@@ -65,7 +74,18 @@ class Programs:
                 params = mesh_lib.place(params, mesh_lib.param_shardings(
                     params, config, self._mesh))
             leaves.append(jax.tree.leaves(params))
+        if self._fused is not None and len(leaves) == 2:
+            draft, stack = leaves[1], self._fused.stack
+            is_abstract = isinstance(draft[0], jax.ShapeDtypeStruct)
+            leaves[1] = jax.eval_shape(stack, draft) if is_abstract else stack(draft)
         return leaves
+
+    def weight_names(self) -> list[list[str]]:
+        """Of the arrays that ``weights`` returns."""
+        names = list(self._names)
+        if self._fused is not None:
+            names[1] = self._fused.names
+        return names
 
     def empty_state(self) -> DecodeState:
         """Inert slots and empty caches, placed."""
@@ -75,12 +95,8 @@ class Programs:
 
     def new_state(self) -> DecodeState:
         """The same, wherever JAX puts arrays."""
-        caches = [DecoderCache.zeros(
-            model, slots=self.config.slots,
-            positions=self.config.target_positions + self.draft_width - 1,
-            source_positions=self.config.max_source_length, dtype=dtype,
-            tiled=self._kernels.tiles(model))
-            for model, dtype in zip(self._models, self._dtypes, strict=True)]
+        caches = [self._cache(i, stacked=i == 1 and self._fused is not None)
+                  for i in range(len(self._models))]
         history = None
         if self.config.draft_length is None:
             history = jnp.zeros((self.config.slots, self.config.target_positions), jnp.int32)
@@ -90,6 +106,13 @@ class Programs:
 
     def _empty_slots(self, slots: int) -> Slots:
         return Slots.empty(slots, self._vocabulary_size, self.config.max_target_length)
+
+    def _cache(self, model: int, *, stacked: bool) -> DecoderCache:
+        return DecoderCache.zeros(
+            self._models[model], slots=self.config.slots,
+            positions=self.config.target_positions + self.draft_width - 1,
+            source_positions=self.config.max_source_length, dtype=self._dtypes[model],
+            tiled=self._kernels.tiles(self._models[model]), stacked=stacked)
 
     def state_shardings(self, state: DecodeState) -> DecodeState:
         assert self._mesh is not None
@@ -169,17 +192,23 @@ class Programs:
             return self._release if name == "release" else self._catch_up, (scalar,)
         return functools.partial(self._step if name == "step" else self._pass, *rest), ()
 
-    def _merge(self, weights: Weights) -> tuple[T5, T5 | None]:
+    def _merge(self, weights: Weights) -> tuple[T5, Model | None]:
         """Target and draft, inside a program, of its arguments."""
-        target, *draft = [
-            nnx.merge(graph, jax.tree.unflatten(structure, leaves))
-            for graph, structure, leaves in zip(
-                self._graphs, self._structures, weights, strict=True)]
-        return target, draft[0] if draft else None
+        def one(model: int, leaves: list[jax.Array]) -> T5:
+            params = jax.tree.unflatten(self._structures[model], leaves)
+            return nnx.merge(self._graphs[model], params)
+
+        target, *rest = weights
+        if not rest:
+            return one(0, target), None
+        if self._fused is None:
+            return one(0, target), one(1, rest[0])
+        leaves, stacks = self._fused.unstack(rest[0])
+        return one(0, target), FusedT5(one(1, leaves), stacks)
 
     def _insert(self, weights: Weights, state: DecodeState, slot: jax.Array,
                 tokens: jax.Array, row: Slots) -> DecodeState:
-        def fill(model: T5, cache: DecoderCache) -> DecoderCache:
+        def fill(model: Model, cache: DecoderCache) -> DecoderCache:
             encoded = model.encode(tokens, row.source_length_B)
             return cache.insert_source(slot, model.cross_keys_values(encoded))
 

@@ -4,8 +4,9 @@ Two resources: the cores, which run one instruction after the other for the cycl
 the compiler estimates, and the memory, which serves copies and the operands that lie in
 HBM in the order in which they are asked for, at the published bandwidth. Kernels, of
 which the compiler knows nothing, take the time that ``tools/kernel_report.py`` finds for
-their kind. No launch, no refresh of the memory, no power limits: an estimate, not a
-measurement, and rather a low one.
+their kind. Of branches, which options of requests choose, the fastest counts. No launch,
+no refresh of the memory, no power limits: an estimate, not a measurement, and rather a
+low one.
 """
 
 import collections
@@ -20,6 +21,11 @@ _SMALLEST_CYCLES = 600
 # for each row of logits: of the stored figures of the kernel report (v4).
 ATTENTION_SECONDS = 1.0e-6
 SAMPLING_ROW_SECONDS = 0.35e-6
+# The decoder kernel's core is busy for this many cycles with a byte of weights or of caches,
+# which may be longer than the byte takes to come: of the stored figures too (1 and 8 slots;
+# v6e with 8 is 10 % slower).
+WEIGHT_CYCLES, CACHE_CYCLES = 0.8, 1.25
+_CACHE_AXES = 5
 _SAMPLING = ("rejection_sample", "sample_tokens")
 # A collective is bound by its hops for what a step exchanges: an assumption.
 COLLECTIVE_SECONDS = 2.0e-6
@@ -98,10 +104,10 @@ def _called(schedule: Schedule, line: Instruction, chip: Chip) -> Estimate:
         total.seconds = times * body.seconds
     elif line.opcode == "call":
         return _run(schedule, line.called("to_apply") or "", chip)
-    else:  # the slowest branch; of predicated warps none may be taken
+    else:  # the fastest branch: of options that no request asks for
         names = [name for name in schedule.computations if f"%{name}" in line.attributes
                  and name not in line.operands]
-        return max((_run(schedule, name, chip) for name in names),
+        return min((_run(schedule, name, chip) for name in names),
                    key=lambda branch: branch.seconds, default=total)
     return total
 
@@ -117,6 +123,10 @@ def _cost(line: Instruction, by_name: dict[str, Instruction], chip: Chip) -> tup
         if line.name.startswith(_SAMPLING):
             rows = max(sum(a.size_bytes for a in operands) / _LOGITS_ROW_BYTES, 1.0)
             return ATTENTION_SECONDS + rows * SAMPLING_ROW_SECONDS, moved
+        if line.name.startswith("decoder_pass"):
+            caches = sum(a.size_bytes for a in operands if len(a.dims) == _CACHE_AXES)
+            work = WEIGHT_CYCLES * (moved - caches) + CACHE_CYCLES * caches
+            return ATTENTION_SECONDS + max(work / chip.clock_hz, moved / chip.bandwidth), moved
         return ATTENTION_SECONDS + moved / chip.bandwidth, moved
     if line.opcode.startswith(_COLLECTIVES) and not line.opcode.endswith("-done"):
         return COLLECTIVE_SECONDS, 0.0

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from tpuspec.decode_state import DecodeState, FinishReason, Slots, StepOutput
+from tpuspec.fused_decoder import Model
 from tpuspec.kernel_choice import XLA, KernelChoice
 from tpuspec.kernels import SampledTokens, WarpedRows
 from tpuspec.kv_cache import DecoderCache
@@ -16,7 +17,7 @@ from tpuspec.t5 import T5
 from tpuspec.token_logprobs import TokenLogprobs, token_logprobs
 
 
-def step(target: T5, draft: T5 | None, state: DecodeState, *, draft_length: int,
+def step(target: T5, draft: Model | None, state: DecodeState, *, draft_length: int,
          target_width: int, source_positions: int, vocabulary_size: int,
          draft_width: int = 1, kernels: KernelChoice = XLA) -> tuple[DecodeState, StepOutput]:
     """Advances every active slot by 1 to ``draft_length + 1`` tokens.
@@ -100,7 +101,7 @@ def pending_token(slots: Slots) -> jax.Array:
     return jnp.where(slots.length_B == 1, slots.last_two_B2[:, 0], slots.last_two_B2[:, 1])
 
 
-def read(model: T5, tokens_BG: jax.Array, start_B: jax.Array, slots: Slots,
+def read(model: Model, tokens_BG: jax.Array, start_B: jax.Array, slots: Slots,
          cache: DecoderCache, source_positions: int, row_B: jax.Array | None = None,
          kernels: KernelChoice = XLA) -> tuple[jax.Array, DecoderCache]:
     """One pass over a window, with cross-attention limited to the source bucket."""
@@ -109,7 +110,7 @@ def read(model: T5, tokens_BG: jax.Array, start_B: jax.Array, slots: Slots,
     return logits, dataclasses.replace(cache, self_k=written.self_k, self_v=written.self_v)
 
 
-def propose(draft: T5, slots: Slots, cache: DecoderCache, coins_Bγ: jax.Array,
+def propose(draft: Model, slots: Slots, cache: DecoderCache, coins_Bγ: jax.Array,
             source_positions: int, vocabulary_size: int, width: int, kernels: KernelChoice,
             ) -> tuple[SampledTokens, jax.Array, DecoderCache]:
     """One draft pass per coin. Returns the drafts with the figures of their
@@ -168,7 +169,7 @@ def appended(history_BT: jax.Array, start_B: jax.Array, tokens_BG: jax.Array,
     return history_BT
 
 
-def catch_up(draft: T5, state: DecodeState, behind: jax.Array, *, width: int,
+def catch_up(draft: Model, state: DecodeState, behind: jax.Array, *, width: int,
              source_positions: int, kernels: KernelChoice = XLA) -> DecodeState:
     """The draft reads a window of final tokens that plain steps have not shown it.
 

@@ -24,6 +24,8 @@ from tpuspec.t5_layers import (
 
 KeysValues = tuple[jax.Array, jax.Array]
 Drop = Callable[[jax.Array], jax.Array]
+# That the kernels take: T5's bias is constant from distance 113 on.
+BIAS_DISTANCES = 128
 
 
 def _keep(x: jax.Array) -> jax.Array:
@@ -128,7 +130,7 @@ class T5(nnx.Module):
             config.d_model, config.vocab_size, std=config.d_model**-0.5,
             logical=("vocab", "embed"), **made)
 
-    def _embed(self, tokens: jax.Array) -> jax.Array:
+    def embed(self, tokens: Int[Array, "B G"]) -> Float[Array, "B G D"]:
         return jnp.take(self.embedding[...], tokens, axis=0)
 
     def encode(self, tokens_BS: Int[Array, "B S"], lengths_B: Int[Array, " B"],
@@ -138,7 +140,7 @@ class T5(nnx.Module):
         distance = positions[:, None] - positions[None, :]
         mask = length_mask(lengths_B, tokens_BS.shape[1])
         biases = [jnp.expand_dims(table(distance), 0) + mask for table in self.encoder_bias]
-        x = drop(self._embed(tokens_BS))
+        x = drop(self.embed(tokens_BS))
         for i, layer in enumerate(self.encoder_layers):
             x = layer(x, biases[min(i, len(biases) - 1)], drop)
         return drop(self.encoder_norm(x))
@@ -172,9 +174,7 @@ class T5(nnx.Module):
                                       start_B, _keep)
         cache = dataclasses.replace(cache, self_k=tuple(k for k, _ in written),
                                     self_v=tuple(v for _, v in written))
-        if row_B is not None:  # before the head: one row of logits instead of G
-            x = jnp.take_along_axis(x, row_B[:, None, None], axis=1)
-        return self._logits(x), cache
+        return self.logits(x, row_B), cache
 
     def decode_teacher_forced(self, tokens_BT: Int[Array, "B T"],
                               encoded_BSD: Float[Array, "B S D"],
@@ -185,7 +185,7 @@ class T5(nnx.Module):
         distance = (positions[:, None] - positions[None, :])[None]
         x, _ = self._decode(tokens_BT, distance, source_lengths_B,
                             self.cross_keys_values(encoded_BSD), None, None, drop)
-        return self._logits(x)
+        return self.logits(x)
 
     def _decode(self, tokens_BG: jax.Array, distance: jax.Array,
                 source_lengths_B: jax.Array, cross: tuple[KeysValues, ...],
@@ -195,7 +195,7 @@ class T5(nnx.Module):
         causal = jnp.where(distance >= 0, 0.0, MASKED)[:, None]
         biases = [jnp.swapaxes(table(distance), 0, 1) + causal for table in self.decoder_bias]
         cross_bias = length_mask(source_lengths_B, cross[0][0].shape[2])
-        x = drop(self._embed(tokens_BG))
+        x = drop(self.embed(tokens_BG))
         written = []
         for i, layer in enumerate(self.decoder_layers):
             x, keys_values = layer(
@@ -208,9 +208,8 @@ class T5(nnx.Module):
                       cross: tuple[KeysValues, ...], cached: tuple[KeysValues, ...],
                       start_B: jax.Array, kernels: KernelChoice,
                       ) -> tuple[jax.Array, list[KeysValues]]:
-        # The bias is constant from distance 113 on; the kernels take 128 distances.
-        biases = [table.by_distance()[:, :128] for table in self.decoder_bias]
-        x = self._embed(tokens_BG)
+        biases = [by_distance(table) for table in self.decoder_bias]
+        x = self.embed(tokens_BG)
         written = []
         for i, layer in enumerate(self.decoder_layers):
             x, keys_values = layer.read_tiled(
@@ -219,13 +218,26 @@ class T5(nnx.Module):
             written.append(keys_values)
         return self.decoder_norm(x), written
 
-    def _logits(self, x_BGD: jax.Array) -> jax.Array:
+    def decoder_bias_by_distance(self) -> Float[Array, "N distances"]:
+        """For the kernels, of the first decoder layer."""
+        return by_distance(self.decoder_bias[0])
+
+    def logits(self, x_BGD: Float[Array, "B G D"], row_B: Int[Array, " B"] | None = None,
+               ) -> Float[Array, "B R V"]:
+        """Of the decoder's normed states, R = G, or of row ``row`` alone."""
         with jax.named_scope("logits"):
             x = x_BGD
+            if row_B is not None:  # before the head: one row of logits instead of G
+                x = jnp.take_along_axis(x, row_B[:, None, None], axis=1)
             if self.config.scale_decoder_outputs:
                 x = x * jnp.asarray(self.config.d_model**-0.5, x.dtype)
             head = self.embedding if self.lm_head is None else self.lm_head.weight
             return matmul_out_in(x, head[...], preferred=jnp.float32)
+
+
+def by_distance(table: RelativeBias) -> jax.Array:
+    """[N, distances] for the kernels."""
+    return table.by_distance()[:, :BIAS_DISTANCES]
 
 
 def length_mask(lengths_B: jax.Array, size: int) -> jax.Array:
