@@ -9,7 +9,7 @@ from tpuspec.kernels.attention_blocks import (
 )
 from tpuspec.kernels.cross_attention import cross_attention, sharded_cross_attention
 from tpuspec.kernels.decoder_pass import decoder_pass
-from tpuspec.kernels.decoder_pass_pallas import check_decoder_pass
+from tpuspec.kernels.decoder_scratch import check_decoder_pass
 from tpuspec.kernels.decoder_weights import DecoderWeights, bias_table
 from tpuspec.kernels.rejection_sampling import (
     RejectionSample,

@@ -24,7 +24,7 @@ SAMPLING_ROW_SECONDS = 0.35e-6
 # The decoder kernel's core is busy for this many cycles with a byte of weights or of caches,
 # which may be longer than the byte takes to come: of the stored figures too (1 and 8 slots;
 # v6e with 8 is 10 % slower).
-WEIGHT_CYCLES, CACHE_CYCLES = 0.8, 1.25
+WEIGHT_CYCLES, CACHE_CYCLES = 0.8e-3, 1.25e-3
 _CACHE_AXES = 5
 _SAMPLING = ("rejection_sample", "sample_tokens")
 # A collective is bound by its hops for what a step exchanges: an assumption.
