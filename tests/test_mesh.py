@@ -1,6 +1,7 @@
 """The engine on several (CPU) devices gives the ids of one device."""
 
 import jax
+import numpy as np
 import pytest
 from engines import Job, run
 from flax import nnx
@@ -20,22 +21,25 @@ JOBS = [Job(source=[5 + i, 9, 1], seed=i, eos_ids=(), max_new_tokens=12 - i,
         for i in range(4)]
 
 
-def ids(target, draft, mesh):
+def outputs(target, draft, mesh):
+    """Ids of all jobs, log-probabilities of the one that asks for them, and the engine."""
     engine = Engine(target, draft, CONFIG, vocabulary_size=48, mesh=mesh)
     engine.compile()
     before = engine.compilations
     results = run(engine, JOBS)
     assert engine.compilations == before
-    return [(r.ids, pytest.approx(r.logprobs, abs=1e-4)) for r in results], engine
+    return [r.ids for r in results], results[1].logprobs, engine
 
 
 @pytest.mark.parametrize(("data", "model"), [(2, 2), (1, 4)])
 def test_ids_do_not_depend_on_how_the_model_is_sharded(data, model):
     target = rand(0, vocab=48)
     draft = rand(0, vocab=48, noise=0.05)
-    expected, _ = ids(target, draft, None)
-    found, engine = ids(target, draft, mesh_lib.make_mesh(data, model))
+    expected, logprobs, _ = outputs(target, draft, None)
+    found, found_logprobs, engine = outputs(target, draft, mesh_lib.make_mesh(data, model))
     assert found == expected
+    np.testing.assert_allclose(found_logprobs, logprobs, atol=1e-4)
+    assert max(logprobs) < 0
     qkv = next(w for w in engine._weights[0] if w.shape == (3, 64, 64))
     assert qkv.sharding.shard_shape(qkv.shape) == (3, 64 // model, 64)
     key = engine._state.target_cache.self_k[0]
@@ -53,9 +57,10 @@ def test_a_draft_whose_heads_do_not_divide_is_replicated():
 
 def test_a_replicated_draft_beside_a_sharded_target_changes_no_ids():
     target, draft = rand(0, vocab=48), fixed({5: 0.5, 9: 0.5}, 48)
-    expected, _ = ids(target, draft, None)
-    found, engine = ids(target, draft, mesh_lib.make_mesh(2, 2))
+    expected, logprobs, _ = outputs(target, draft, None)
+    found, found_logprobs, engine = outputs(target, draft, mesh_lib.make_mesh(2, 2))
     assert found == expected
+    np.testing.assert_allclose(found_logprobs, logprobs, atol=1e-4)
     assert all(w.sharding.is_fully_replicated for w in engine._weights[1])
     assert not all(w.sharding.is_fully_replicated for w in engine._weights[0])
 
