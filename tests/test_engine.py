@@ -347,7 +347,7 @@ def test_nothing_compiles_after_warm_up():
     assert engine.compilations == before
 
 
-@pytest.mark.parametrize("slots", [1, 4])
+@pytest.mark.parametrize("slots", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_in_bfloat16_greedy_output_does_not_depend_on_the_draft_length(slots):
     """Every target pass has one width, so plain decoding computes what a verify pass does."""
     target = recast(rand(0, **RAND), jnp.bfloat16)
