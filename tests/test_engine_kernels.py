@@ -35,7 +35,8 @@ def ids(engine: Engine) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("shape", "fused"), [
-    (dict(num_heads=2, d_model=128, layers=2), True), (dict(num_heads=4), False)])
+    (dict(num_heads=2, d_model=128, layers=2), True),
+    pytest.param(dict(num_heads=4), False, marks=pytest.mark.slow)])
 def test_interpreted_kernels_give_the_ids_of_xla(shape, fused):
     target, draft = pair(**shape)
     plain = ids(Engine(target, draft, CONFIG, vocabulary_size=48))
