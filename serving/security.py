@@ -31,6 +31,11 @@ def _read(name: str, path: str) -> bytes:
     return data
 
 
+def _check_together(certificate: str | None, key: str | None) -> None:
+    if (certificate is None) != (key is None):
+        raise ValueError("tls_certificate and tls_key must be given together")
+
+
 class _Watched[Value]:
     """What a file holds; read again when it has changed, so that it can be replaced while
     the server runs. A file that has become bad leaves what was read before."""
@@ -88,8 +93,7 @@ class ServerSecurity:
     tokens: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.certificate is None) != (self.key is None):
-            raise ValueError("tls_certificate and tls_key must be given together")
+        _check_together(self.certificate, self.key)
         if self.client_ca is not None and self.certificate is None:
             raise ValueError("tls_client_ca needs tls_certificate and tls_key")
 
@@ -182,8 +186,7 @@ class ClientSecurity:
     token: str | None = None
 
     def __post_init__(self) -> None:
-        if (self.certificate is None) != (self.key is None):
-            raise ValueError("tls_certificate and tls_key must be given together")
+        _check_together(self.certificate, self.key)
         for name, value in (("tls_ca", self.ca), ("tls_certificate", self.certificate)):
             if value is not None and not self.tls:
                 raise ValueError(f"{name} needs tls")

@@ -20,7 +20,7 @@ TINY = EngineConfig(slots=4, source_buckets=(8,), max_target_length=32, draft_le
 LONG = EngineConfig(slots=4, source_buckets=(8,), max_target_length=32, draft_lengths=(0, 8),
                     draft_length=8)
 SMALL = EngineConfig(slots=4, source_buckets=(8, 64), max_target_length=32,
-                     draft_lengths=(0, 1, 4), draft_length=4)
+                     draft_lengths=(0, 4), draft_length=4)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from tpuspec.sampling import SamplingParams
 from tpuspec.speculative_step import read
 from tpuspec.t5 import T5
 
+SINGLE = dataclasses.replace(TINY, slots=1, source_buckets=(41,))
 GREEDY, RANDOM = SamplingParams(), SamplingParams(temperature=1.0)
 RAND = dict(vocab=48)
 
@@ -40,7 +41,7 @@ def rand_jobs(n: int, **fields) -> list[Job]:
 @pytest.mark.parametrize("n", range(1, 12))
 def test_eos_accepted_in_the_middle_of_a_block(n, sampling):
     model = count({0: 1, 1: 20} if n == 1 else {n + 1: 1, 1: 20})
-    result = solo(engine_with(model, model), Job(sampling=sampling))
+    result = solo(engine_with(model, model, LONG), Job(sampling=sampling))
     assert result.ids == [*range(3, n + 2), 1]
     assert result.finish == FinishReason.EOS
     assert result.stats.emitted == n
@@ -49,7 +50,7 @@ def test_eos_accepted_in_the_middle_of_a_block(n, sampling):
 def test_rows_end_at_different_places_of_one_batch():
     """Finished rows are inert; the others go on, and freed slots are usable at once."""
     model = count({30: 1, 1: 20})
-    engine = engine_with(model, model)
+    engine = engine_with(model, model, LONG)
     jobs = [Job(eos_ids=(4,)), Job(eos_ids=(5,)), Job(eos_ids=(11,)), Job(), Job(eos_ids=(9,))]
     for k in (0, 4):
         ran = run(engine, [dataclasses.replace(j, draft_length=k) for j in jobs[:4]])
@@ -119,8 +120,7 @@ def test_windows_at_the_end_of_the_cache_are_not_shifted_back(kind):
     oracle = [teacher_forced_greedy(target, job) for job in jobs]
     assert [r.ids for r in run(engine, jobs)] == oracle
     assert [solo(engine, job, 2).ids for job in jobs] == oracle
-    single = dataclasses.replace(TINY, slots=1, source_buckets=(41,))
-    engine = engine_with(target, rand_draft(kind), single)
+    engine = engine_with(target, rand_draft(kind), SINGLE)
     assert [solo(engine, job).ids for job in jobs] == oracle
     engine = engine_with(target, rand_draft(kind))
     plain = run(engine, [dataclasses.replace(j, draft_length=0) for j in jobs])
@@ -160,7 +160,7 @@ def test_a_new_request_does_not_see_the_previous_tenant_of_its_slot():
 
 def test_a_late_result_of_a_dead_request_does_not_end_its_successor():
     """The in-flight step's finish belongs to the request it was launched with."""
-    engine = engine_with(count({3: 1}), anti())
+    engine = engine_with(count({3: 1}), anti(), LONG)
 
     def insert(eos_ids):
         engine.insert(0, [1], sampling=GREEDY, seed=0, max_new_tokens=32, eos_ids=eos_ids,
@@ -306,11 +306,12 @@ def test_non_finite_weights_end_the_request_and_spare_its_neighbours():
 
 def test_acceptance_figures_by_hand():
     model = count({11: 1})
-    stats = solo(engine_with(model, model), Job()).stats  # 3..11 and EOS: two full blocks
+    # 3..11 and EOS: two full blocks.
+    stats = solo(engine_with(model, model, LONG), Job()).stats
     assert (stats.steps, stats.drafted, stats.accepted, stats.examined, stats.emitted) == (
         2, 8, 8, 8, 10)
     assert stats.alpha == 1 and stats.overlap == pytest.approx(8)
-    stats = solo(engine_with(model, anti()), Job()).stats
+    stats = solo(engine_with(model, anti(), LONG), Job()).stats
     assert (stats.steps, stats.drafted, stats.accepted, stats.examined, stats.emitted) == (
         10, 40, 0, 10, 10)
     assert stats.alpha == 0 and stats.draft_acceptance_rate == 0
@@ -318,14 +319,14 @@ def test_acceptance_figures_by_hand():
 
 def test_drafts_cut_by_the_cap_were_never_judged():
     model = count()
-    stats = solo(engine_with(model, model), Job(max_new_tokens=3, eos_ids=())).stats
+    stats = solo(engine_with(model, model, LONG), Job(max_new_tokens=3, eos_ids=())).stats
     assert (stats.steps, stats.drafted, stats.accepted, stats.examined, stats.emitted) == (
         1, 4, 3, 3, 3)
 
 
 def test_measured_overlap_is_the_closed_form():
     p, q = {5: 0.5, 6: 0.3, 7: 0.2}, {5: 0.2, 6: 0.3, 7: 0.5}
-    engine = engine_with(fixed(p), fixed(q))
+    engine = engine_with(fixed(p), fixed(q), LONG)
     stats = solo(engine, Job(sampling=RANDOM, eos_ids=())).stats
     assert stats.alpha_overlap == pytest.approx(0.7, abs=1e-5)
 
@@ -371,7 +372,7 @@ def test_buffers_are_donated_not_copied():
 
 def test_warm_up_measures_every_rung_and_says_how():
     """The passes that c and the widening compare are programs of their own."""
-    engine = engine_with(rand(0, **RAND), rand_draft("noisy"), dataclasses.replace(TINY, slots=1))
+    engine = engine_with(rand(0, **RAND), rand_draft("noisy"), SINGLE)
     said = []
     cost = engine.measure(lambda *what: said.append(what))
     assert said[-1] == ("compile", 3, 3)

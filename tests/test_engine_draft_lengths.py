@@ -4,11 +4,13 @@ import dataclasses
 
 import numpy as np
 import pytest
-from engines import Job, engine_with, run
+from engines import Job, engine_with, run, solo
 from programmable import rand
 
 from tpuspec.config import EngineConfig
 from tpuspec.draft_lengths import DraftLengths
+from tpuspec.engine import Engine
+from tpuspec.kernel_choice import KernelChoice
 from tpuspec.sampling import SamplingParams
 
 CONFIG = EngineConfig(slots=3, source_buckets=(8,), max_target_length=60, draft_lengths=(0, 1, 4),
@@ -56,6 +58,27 @@ def test_the_drafts_cache_is_whole_after_any_number_of_plain_steps(seed, samplin
     assert sum(result.stats.examined for result in results) > 30
     for result in results:
         assert result.stats.accepted == result.stats.examined
+
+
+@pytest.mark.slow
+def test_the_decoder_kernel_catches_up_too():
+    """Interpreted: the draft's passes and what it reads after plain steps are one kernel."""
+    target = rand(0, vocab=48, d_model=128, d_kv=64, num_heads=2, bias_std=1.0)
+    config = dataclasses.replace(CONFIG, slots=2, max_target_length=24)
+    engine = Engine(target, target, config, vocabulary_size=48,
+                    kernels=KernelChoice(implementation="pallas", interpret=True))
+    assert engine._state.draft_cache.stacked
+    engine.compile()
+    engine._lengths = Script(0)
+    engine._lengths.lengths = [4, *[0] * 10, 4, 0, 1, 0, 0, 4, *[1] * 50]
+    jobs = [dataclasses.replace(job, max_new_tokens=24, start=start)
+            for job, start in zip(JOBS, (0, 3), strict=False)]
+    results = run(engine, jobs)
+    for job, result in zip(jobs, results, strict=True):
+        assert result.stats.accepted == result.stats.examined > 5
+        plain = solo(engine_with(target, target, CONFIG), dataclasses.replace(
+            job, draft_length=0))
+        assert result.ids == plain.ids
 
 
 def test_greedy_ids_do_not_depend_on_the_choice():

@@ -5,7 +5,8 @@ this machine: acceptance by place in the block, since drafts after the first are
 accepted less, and times of whole steps. All slots share a step, so that there is one
 draft length at a time: the one that gives most tokens a second over all of them.
 
-Host code without arrays: a choice takes some ten microseconds.
+Host code without arrays: a choice for 8 requests takes a tenth of a millisecond, while the
+step before it runs.
 """
 
 import collections
