@@ -9,6 +9,8 @@ from scipy import stats
 from tpuspec.kernels import WarpOptions, rejection_sample
 from tpuspec.kernels.sampling_reference import warp
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 P = np.array([0.50, 0.30, 0.15, 0.05], np.float32)
 Q = np.array([0.30, 0.50, 0.10, 0.10], np.float32)
 ROWS = 200_000

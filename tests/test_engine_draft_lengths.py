@@ -13,6 +13,8 @@ from tpuspec.engine import Engine
 from tpuspec.kernel_choice import KernelChoice
 from tpuspec.sampling import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = EngineConfig(slots=3, source_buckets=(8,), max_target_length=60, draft_lengths=(0, 1, 4),
                       draft_length=None)
 GREEDY, RANDOM = SamplingParams(), SamplingParams(temperature=1.0)
@@ -125,7 +127,8 @@ def test_a_choice_needs_times_and_an_engine_that_chooses():
     options = dict(sampling=GREEDY, seed=0, max_new_tokens=4, eos_ids=(), draft_length=None)
     with pytest.raises(RuntimeError, match="measure must run before a draft length"):
         engine.insert(0, [1], **options)
-    fixed = engine_with(target, target, dataclasses.replace(CONFIG, draft_length=4))
+    fixed = Engine(target, target, dataclasses.replace(CONFIG, draft_length=4),
+                   vocabulary_size=48)
     with pytest.raises(ValueError, match="draft_length must be a number"):
         fixed.insert(0, [1], **options)
     with pytest.raises(ValueError, match="ladder to choose from must be at least 1, got 0"):

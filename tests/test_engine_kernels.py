@@ -14,6 +14,8 @@ from tpuspec.kernel_choice import XLA, KernelChoice
 from tpuspec.kernels import WarpOptions, sample_tokens
 from tpuspec.sampling import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = EngineConfig(slots=2, source_buckets=(4, 8), max_target_length=8, draft_lengths=(0, 2),
                       draft_length=2)
 SAMPLED = SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, presence_penalty=0.5,

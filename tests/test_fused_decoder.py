@@ -16,6 +16,8 @@ from tpuspec.kv_cache import DecoderCache
 from tpuspec.memory import abstract_model
 from tpuspec.presets import preset
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 KERNELS = KernelChoice(implementation="pallas", interpret=True)
 SLOTS, WINDOW = 2, 2
 

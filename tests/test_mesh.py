@@ -12,6 +12,8 @@ from tpuspec.config import EngineConfig
 from tpuspec.engine import Engine
 from tpuspec.sampling import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CONFIG = EngineConfig(slots=4, source_buckets=(16,), max_target_length=12,
                       draft_lengths=(0, 3), draft_length=3)
 JOBS = [Job(source=[5 + i, 9, 1], seed=i, eos_ids=(), max_new_tokens=12 - i,

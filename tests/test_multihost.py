@@ -25,7 +25,8 @@ def test_two_processes_restore_their_shards_and_give_the_ids_of_one_device(tmp_p
     checkpoint.save(tmp_path / "draft", rand(1, noise=0.3), None)
     with socket.create_server(("localhost", 0)) as free:
         coordinator = f"localhost:{free.getsockname()[1]}"
-    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+                                "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # quick to compile
     environment.pop("JAX_COMPILATION_CACHE_DIR", None)  # of one process alone
     workers = [subprocess.Popen(
         [sys.executable, WORKER, coordinator, "2", str(number), tmp_path, str(data), str(model)],

@@ -18,6 +18,8 @@ from tpuspec.engine import Engine
 from tpuspec.sampling import SamplingParams
 from tpuspec.token_logprobs import token_logprobs
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 RAND = dict(vocab=48)
 OPTIONS = {
     "repetition": dict(repetition_penalty=2.0),

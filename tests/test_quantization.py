@@ -31,6 +31,8 @@ from tpuspec.sampling import SamplingParams
 from tpuspec.t5 import T5
 from tpuspec.t5_layers import Linear, Linears
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WHOLE = ("embedding", "lm_head.weight", "wo.weight", "norm.weight", "_bias.0.weight")
 

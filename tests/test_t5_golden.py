@@ -19,6 +19,8 @@ from programmable import tensors_of
 from tpuspec.huggingface import import_huggingface
 from tpuspec.kv_cache import DecoderCache
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 GOLDEN = Path(__file__).parent / "golden"
 FAMILIES = ("t5_v1_0", "t5_v1_1", "mt5", "umt5")
 WINDOWS = {"t5_v1_0": (5,), "t5_v1_1": (2, 7), "mt5": (3, 8), "umt5": (1, 4, 6)}

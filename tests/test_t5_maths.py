@@ -28,6 +28,8 @@ from tpuspec.kv_cache import DecoderCache
 from tpuspec.t5 import T5
 from tpuspec.t5_layers import relative_buckets
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def ids(seed: int, *shape: int, vocab: int = 32) -> np.ndarray:
     return np.random.default_rng(seed).integers(3, vocab, shape).astype(np.int32)

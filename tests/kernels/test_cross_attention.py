@@ -15,6 +15,8 @@ from jax.sharding import Mesh
 
 from tpuspec.kernels import AttentionBlocks, cross_attention, sharded_cross_attention, tile_heads
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 S, N, H = 384, 4, 64
 EDGES = [0, 1, 15, 16, 17, 127, 128, 129, 255, 256, 257, S - 1, S]
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}

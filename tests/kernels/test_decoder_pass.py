@@ -15,6 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from tpuspec.kernels import DecoderWeights, bias_table, decoder_pass, tile_heads, untile_heads
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 T, S, EPSILON = 768, 896, 1e-6  # two blocks each, of 384 and of 512
 TOLERANCE = {"float32": 2e-5, "bfloat16": 0.12}
 

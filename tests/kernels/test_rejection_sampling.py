@@ -23,6 +23,8 @@ from tpuspec.kernels import (
 from tpuspec.kernels.rejection_sampling_pallas import rejection_vmem
 from tpuspec.kernels.sampling_reference import draw, warp
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SLOTS, G, V, VOCABULARY = 192, 5, 400, 390
 γ = G - 1
 # Interpreted kernels are many small operations: what takes long is to compile them.

@@ -14,6 +14,8 @@ from tpuspec.kernels import (
     sharded_sample_tokens,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SLOTS, γ, V = 3, 1, 128  # three slots on four devices
 QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 OPTIONS = WarpOptions(

@@ -11,6 +11,8 @@ from scipy import stats
 
 from tpuspec.kernels import SamplingBlocks, WarpOptions, sample_tokens, vocabulary_tiles
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 # 19 blocks of 8 rows and one of 5, over four tiles of the vocabulary.
 SLOTS, V, VOCABULARY = 157, 400, 390
 QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}

@@ -22,6 +22,8 @@ from tpuspec.kernels import (
 )
 from tpuspec.kernels.attention_blocks import blocks_for
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 T, N, H = 384, 4, 64
 ONE_CORE = AttentionBlocks(cores=1, tiles=1, positions=128)
 TWO_CORES = AttentionBlocks(cores=2, tiles=1, positions=128)
