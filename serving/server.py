@@ -14,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from tpuspec.protos import generation_pb2, generation_pb2_grpc
 from tpuspec.serving.channel import MESSAGE_OPTIONS
 from tpuspec.serving.engine_loop import EngineLoop
+from tpuspec.serving.front import Front
 from tpuspec.serving.interfaces import SlotEngine, Vocabulary
 from tpuspec.serving.metrics import Metrics
 from tpuspec.serving.security import PLAIN_SERVER, ServerSecurity
@@ -48,7 +49,7 @@ class Server:
                                 on_failure=self._engine_failed,
                                 on_step=lambda request, chunk: self.metrics.observe(request, chunk))
         self.metrics = Metrics(self._loop, info.name)
-        self._servicer = GenerationServicer(GenerationService(self._loop, vocabulary, info))
+        self._front = Front(GenerationService(self._loop, vocabulary, info))
         self._health = health_aio.HealthServicer()
         self._credentials = security.credentials()
         self._server = grpc.aio.server(options=_OPTIONS, interceptors=security.interceptors())
@@ -61,7 +62,8 @@ class Server:
         Raises:
           OSError: the address cannot be bound.
         """
-        generation_pb2_grpc.add_GenerationServicer_to_server(self._servicer, self._server)
+        generation_pb2_grpc.add_GenerationServicer_to_server(
+            GenerationServicer(self._front), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if self._reflect:
             reflection.enable_server_reflection(
@@ -83,15 +85,15 @@ class Server:
         Requests that are not done after ``grace`` seconds, or when ``force`` is set,
         end with UNAVAILABLE. Returns False if the engine's thread did not end.
         """
-        self._servicer.refuse_new()
+        self._front.refuse_new()
         await self._health.enter_graceful_shutdown()
         deadline = self._event_loop.time() + grace
-        while (self._servicer.active and self._event_loop.time() < deadline
+        while (self._front.active and self._event_loop.time() < deadline
                and not (force is not None and force.is_set())):
             await asyncio.sleep(0.02)
         ended = await asyncio.to_thread(self._loop.stop, _JOIN_SECONDS)
         # A moment for the last statuses to leave; nobody waits when all streams are done.
-        await self._server.stop(1.0 if self._servicer.active else 0.05)
+        await self._server.stop(1.0 if self._front.active else 0.05)
         return ended
 
     async def run(self, address: str, grace: float, on_ready: Callable[[int], None]) -> int:
@@ -134,7 +136,7 @@ class Server:
             report.close()  # the event loop is closed: the server is gone
 
     async def _report_failure(self) -> None:
-        self._servicer.refuse_new()
+        self._front.refuse_new()
         await self._health.enter_graceful_shutdown()
         self.failed.set()
 

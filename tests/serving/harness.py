@@ -111,6 +111,16 @@ async def status_of(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
     return grpc.StatusCode.OK, ""
 
 
+def field_of(path: str, message=pb.GenerateRequest.DESCRIPTOR):
+    """The field that a path of a violation names; LookupError if there is none."""
+    name, _, rest = path.partition(".")
+    name = name.partition("[")[0]
+    if name == "source" and not rest:
+        return message.oneofs_by_name[name]
+    field = message.fields_by_name[name]
+    return field_of(rest, field.message_type) if rest else field
+
+
 def stream_until_killed(address: str, request: dict, started) -> None:
     """The life of a client process; here, because a spawned child must find it by name."""
     with BlockingClient(address) as client:

@@ -12,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from harness import Answer, health, on_server, status_of, stream_until_killed
 
 from tpuspec.serving.channel import MAX_MESSAGE_BYTES
-from tpuspec.serving.client import make_request
+from tpuspec.serving.client import error_details, make_request
 from tpuspec.serving.server import Server
 from tpuspec.serving.service import ModelInfo
 
@@ -118,7 +118,7 @@ def test_queue_has_an_end_and_says_when_to_come_back():
             except grpc.aio.AioRpcError as error:
                 assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                 assert "the limit is 10" in error.details()
-                assert int(dict(tuple(error.trailing_metadata()))["retry-after-ms"]) > 0
+                assert error_details(error).retry_after > 0
                 return None, time.monotonic() - began
 
         results = await asyncio.gather(*(one(n) for n in range(1, 201)))
