@@ -101,6 +101,11 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
                              "again when they change")
     parser.add_argument("--no_reflection", action="store_true",
                         help="do not tell clients what services there are")
+    parser.add_argument("--jetstream_truncate", action="store_true",
+                        help="in JetStream's dialect cut token ids and max_tokens that are beyond "
+                             "the limits: its benchmark repeats refused requests for ever")
+    parser.add_argument("--log_json", action="store_true",
+                        help="log JSON, an object a line")
 
 
 def _generate_flags(parser: argparse.ArgumentParser) -> None:

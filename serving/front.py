@@ -1,5 +1,6 @@
 """What the servicers of all dialects stand on: one way in, one way to end a call."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Iterator
 from typing import NoReturn
@@ -9,7 +10,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from tpuspec.protos import generation_pb2 as pb
-from tpuspec.serving import request_log
+from tpuspec.serving import request_log, unknown_fields
 from tpuspec.serving.error_details import trailers
 from tpuspec.serving.errors import ErrorCode, RequestError
 from tpuspec.serving.service import GenerationService
@@ -23,20 +24,21 @@ class Front:
     Attributes:
       service: of models and requests.
       active: calls and requests that are being answered.
+      drains: set when no new request is taken any more.
     """
 
     def __init__(self, service: GenerationService):
         self.service = service
         self.active = 0
-        self._draining = False
+        self.drains = asyncio.Event()
 
     def refuse_new(self) -> None:
         """From now on every new request ends with UNAVAILABLE."""
-        self._draining = True
+        self.drains.set()
 
     @property
     def draining(self) -> bool:
-        return self._draining
+        return self.drains.is_set()
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[None]:
@@ -50,8 +52,9 @@ class Front:
     async def responses(self, request: pb.GenerateRequest, timeout: float | None,
                         ) -> AsyncGenerator[pb.GenerateResponse]:
         """As ``GenerationService.generate``, refused while draining; its end is logged."""
-        if self._draining:
+        if self.draining:
             raise RequestError(ErrorCode.UNAVAILABLE, SHUTTING_DOWN)
+        unknown_fields.refuse(request)
         with request_log.of(request) as log:
             async with contextlib.aclosing(self.service.generate(request, timeout)) as responses:
                 async for response in responses:

@@ -77,6 +77,8 @@ def of(request: pb.GenerateRequest) -> Iterator[RequestLog]:
 class JsonFormatter(logging.Formatter):
     """One JSON object a line: time, severity, message, and the fields of a request's line."""
 
+    converter = staticmethod(time.gmtime)
+
     def format(self, record: logging.LogRecord) -> str:
         fields = getattr(record, "fields", None)
         line: dict[str, Any] = {
@@ -87,7 +89,6 @@ class JsonFormatter(logging.Formatter):
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)
 
-    converter = time.gmtime
 
 
 def use_json() -> None:

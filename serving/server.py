@@ -11,17 +11,27 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
-from tpuspec.protos import generation_pb2, generation_pb2_grpc
+from tpuspec.protos import (
+    generation_pb2,
+    generation_pb2_grpc,
+    jetstream_pb2,
+    jetstream_pb2_grpc,
+    open_inference_pb2,
+    open_inference_pb2_grpc,
+)
 from tpuspec.serving.channel import MESSAGE_OPTIONS
 from tpuspec.serving.engine_loop import EngineLoop
 from tpuspec.serving.front import Front
 from tpuspec.serving.interfaces import SlotEngine, Vocabulary
+from tpuspec.serving.jetstream import OrchestratorServicer
 from tpuspec.serving.metrics import Metrics
+from tpuspec.serving.open_inference import InferenceServicer
 from tpuspec.serving.security import PLAIN_SERVER, ServerSecurity
 from tpuspec.serving.service import GenerationService, ModelInfo
 from tpuspec.serving.servicer import GenerationServicer
 
-_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+_NAMES = tuple(service.full_name for protos in (generation_pb2, jetstream_pb2, open_inference_pb2)
+               for service in protos.DESCRIPTOR.services_by_name.values())
 _JOIN_SECONDS = 10.0  # for the step in flight at the end
 _OPTIONS = (
     *MESSAGE_OPTIONS,
@@ -34,7 +44,7 @@ _OPTIONS = (
 
 
 class Server:
-    """Serves one engine on one address.
+    """Serves one engine on one address, in three dialects.
 
     Made, started and drained in one event loop. ``engine`` must be warmed up: the
     port opens at once. ``metrics`` are there to be served.
@@ -42,7 +52,8 @@ class Server:
 
     def __init__(self, engine: SlotEngine, vocabulary: Vocabulary | None, info: ModelInfo, *,
                  queue_limit: int = 64, overlap: bool = True,
-                 security: ServerSecurity = PLAIN_SERVER, reflect: bool = True):
+                 security: ServerSecurity = PLAIN_SERVER, reflect: bool = True,
+                 jetstream_truncate: bool = False):
         """Raises ValueError on files of ``security`` that cannot be used."""
         self._event_loop = asyncio.get_running_loop()
         self._loop = EngineLoop(engine, vocabulary, queue_limit=queue_limit, overlap=overlap,
@@ -54,6 +65,7 @@ class Server:
         self._credentials = security.credentials()
         self._server = grpc.aio.server(options=_OPTIONS, interceptors=security.interceptors())
         self._reflect = reflect
+        self._jetstream_truncate = jetstream_truncate
         self.failed = asyncio.Event()
 
     async def start(self, address: str) -> int:
@@ -64,17 +76,22 @@ class Server:
         """
         generation_pb2_grpc.add_GenerationServicer_to_server(
             GenerationServicer(self._front), self._server)
+        jetstream_pb2_grpc.add_OrchestratorServicer_to_server(
+            OrchestratorServicer(self._front, truncate=self._jetstream_truncate), self._server)
+        open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
+            InferenceServicer(self._front), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if self._reflect:
             reflection.enable_server_reflection(
-                (_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+                (*_NAMES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
                  reflection.SERVICE_NAME), self._server)
         try:
             port = (self._server.add_insecure_port(address) if self._credentials is None
                     else self._server.add_secure_port(address, self._credentials))
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}: {error}") from None
-        await self._health.set(_NAME, health_pb2.HealthCheckResponse.SERVING)
+        for name in _NAMES:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._loop.start()
         await self._server.start()
         return port

@@ -102,3 +102,21 @@ def test_paths_are_checked_against_the_proto():
     for path in ("sampling.top", "text.a", "Stop"):
         with pytest.raises((LookupError, AttributeError)):
             field_of(path)
+
+
+def test_fields_that_the_server_does_not_have_are_refused_by_number():
+    # GenerateRequest.text = 2 "a", then field 99, or Sampling = 4 with field 50
+    text, unknown = bytes([0x12, 1, 97]), bytes([0x98, 0x06, 1])
+    in_sampling = bytes([0x22, 3, 0x90, 0x03, 1])
+
+    async def body(it):
+        async with grpc.aio.insecure_channel(it.address) as channel:
+            generate = channel.unary_stream("/tpuspec.v1.Generation/Generate")
+            for more, field in ((unknown, "99"), (in_sampling, "sampling.50")):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await anext(aiter(generate(text + more)))
+                assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                assert error_details(caught.value).violations[0].field == field
+            assert await anext(aiter(generate(text)))
+
+    on_server(body)
