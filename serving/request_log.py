@@ -33,6 +33,8 @@ class RequestLog:
           code: name of the status.
           field: which one was refused.
         """
+        if not absl_logging.level_info():
+            return
         fields: dict[str, Any] = {
             "request_id": self._request.request_id[:_MOST_ID], "code": code,
             "label": self._request.label[:_MOST_ID],

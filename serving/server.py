@@ -19,7 +19,7 @@ from tpuspec.protos import (
     open_inference_pb2,
     open_inference_pb2_grpc,
 )
-from tpuspec.serving.channel import MESSAGE_OPTIONS
+from tpuspec.serving.channel import OPTIONS
 from tpuspec.serving.engine_loop import EngineLoop
 from tpuspec.serving.front import Front
 from tpuspec.serving.interfaces import SlotEngine, Vocabulary
@@ -34,12 +34,14 @@ _NAMES = tuple(service.full_name for protos in (generation_pb2, jetstream_pb2, o
                for service in protos.DESCRIPTOR.services_by_name.values())
 _JOIN_SECONDS = 10.0  # for the step in flight at the end
 _OPTIONS = (
-    *MESSAGE_OPTIONS,
+    *OPTIONS,
     ("grpc.so_reuseport", 0),  # a second server on the same port must fail, not share it
-    # A client whose network is gone sends no reset: ask it, and end its streams.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Clients' own pings are welcome, also from idle ones: by default the third in five minutes
+    # would cost them the connection.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    # Whoever connects and then says nothing is shown out.
+    ("grpc.server_handshake_timeout_ms", 10_000),
 )
 
 

@@ -71,11 +71,11 @@ class Answer:
 
 
 @contextlib.asynccontextmanager
-async def running(engine: FakeEngine | None = None, *, grace: float = 5.0,
+async def running(engine: FakeEngine | None = None, *, grace: float = 5.0, port: int = 0,
                   **options) -> AsyncIterator[Running]:
     engine = engine if engine is not None else FakeEngine()
     server = Server(engine, FakeVocabulary(), ModelInfo(name="count"), **options)
-    port = await server.start("localhost:0")
+    port = await server.start(f"localhost:{port}")
     address = f"localhost:{port}"
     try:
         async with Client(address) as client:

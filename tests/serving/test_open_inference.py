@@ -271,3 +271,26 @@ def test_more_requests_than_fit_are_refused_one_by_one():
             assert 4 <= 30 - len(refused) < 30
 
     on_server(body, FakeEngine(step_seconds=0.02), queue_limit=2)
+
+
+def test_stream_that_is_never_read_holds_nobody_up():
+    async def body(it):
+        async with grpc.aio.insecure_channel(it.address) as channel:
+            stuck = stub(channel).ModelStreamInfer()
+            for number in range(20):  # about half a megabyte of responses, more than fit on the way
+                await stuck.write(ids((10,), id=f"{number} " + "a" * 200, parameters={
+                    "draft_length": oip.InferParameter(int64_param=0)}))
+            while (await it.client.get_model()).load.accepted < 20:
+                await asyncio.sleep(0.01)
+            assert (await it.answer([10, 20])).ids == [*range(11, 31), 1]
+            load = await it.until_idle(20)
+            assert load.finished == 21
+            assert it.server._front.active > 0  # their responses are still here
+            await stuck.done_writing()
+            answers = [response.infer_response async for response in stuck]
+            for number in range(20):
+                raw = b"".join(r.raw_output_contents[1] for r in answers
+                               if r.id.startswith(f"{number} "))
+                assert raw == b"".join(i.to_bytes(4, "little") for i in range(11, 111))
+
+    on_server(body)

@@ -11,6 +11,7 @@ from fake_engine import FakeEngine, FakeVocabulary
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from harness import Answer, health, on_server, status_of, stream_until_killed
 
+from tpuspec.serving import server
 from tpuspec.serving.channel import MAX_MESSAGE_BYTES
 from tpuspec.serving.client import error_details, make_request
 from tpuspec.serving.server import Server
@@ -149,6 +150,42 @@ def test_large_messages_work_with_the_shipped_client_or_fail_with_the_limit():
     on_server(body)
 
 
+def test_idle_client_may_ping_as_often_as_it_likes():
+    async def body(it):
+        connectivity = []
+        async with grpc.aio.insecure_channel(it.address, options=[
+                ("grpc.keepalive_time_ms", 1_100), ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.max_pings_without_data", 0),
+                ("grpc.http2.min_time_between_pings_ms", 1_100)]) as channel:
+            await channel.channel_ready()
+            waiting = asyncio.ensure_future(
+                channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
+            _, lost = await asyncio.wait([waiting], timeout=6.0)  # five pings; three were too many
+            connectivity.append(channel.get_state())
+            waiting.cancel()
+        assert lost and connectivity == [grpc.ChannelConnectivity.READY]
+
+    on_server(body)
+
+
+def test_silent_connection_is_closed_and_disturbs_nobody(monkeypatch):
+    name = "grpc.server_handshake_timeout_ms"
+    assert dict(server._OPTIONS)[name] == 10_000
+    monkeypatch.setattr(server, "_OPTIONS", tuple((dict(server._OPTIONS) | {name: 500}).items()))
+
+    async def body(it):
+        silent = [await asyncio.open_connection(*it.address.split(":")) for _ in range(20)]
+        silent[0][1].write(b"PRI * HT")  # the beginning of a preface, and no more
+        assert (await it.answer([10, 3])).ids == [11, 12, 13, 1]
+        async with asyncio.timeout(10):
+            for reader, writer in silent:
+                await reader.read()  # to its end
+                writer.close()
+        assert (await it.answer([10, 3])).ids == [11, 12, 13, 1]
+
+    on_server(body)
+
+
 def test_health_and_reflection_answer():
     async def body(it):
         assert await health(it) == await health(it, "") == "SERVING"
@@ -157,7 +194,8 @@ def test_health_and_reflection_answer():
             request = reflection_pb2.ServerReflectionRequest(list_services="")
             async for response in stub.ServerReflectionInfo(iter([request])):
                 names = {s.name for s in response.list_services_response.service}
-                assert {SERVICE, "grpc.health.v1.Health"} <= names
+                assert {SERVICE, "grpc.health.v1.Health", "jetstream_proto.Orchestrator",
+                        "inference.GRPCInferenceService"} <= names
 
     on_server(body)
 
