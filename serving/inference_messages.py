@@ -45,6 +45,7 @@ def asked(request: oip.ModelInferRequest) -> Asked:
     _source(request, message)
     timeout, empty_final = None, False
     for name, parameter in request.parameters.items():
+        named_options.check_name("parameters", name)
         value = _value(name, parameter)
         match name:
             case "triton_enable_empty_final_response" if isinstance(value, bool):

@@ -86,6 +86,7 @@ def to_request(request: jet.DecodeRequest, metadata: dict[str, str | bytes]) -> 
     for key, value in metadata.items():
         if key.startswith(_PREFIX):
             name = key.removeprefix(_PREFIX)
+            named_options.check_name("metadata", name)
             if name == "max_new_tokens":
                 raise ValueError(f"{key} is not an option: max_tokens is")
             try:

@@ -1,6 +1,7 @@
 """Options of a request by name, for dialects that carry them as loose keys and values."""
 
 import json
+import re
 from collections.abc import Mapping
 
 from google.protobuf import json_format
@@ -13,6 +14,7 @@ type Value = bool | int | float | str
 _SAMPLING = set(pb.Sampling.DESCRIPTOR.fields_by_name)
 _REQUEST = set(pb.GenerateRequest.DESCRIPTOR.fields_by_name) - {
     "request_id", "text", "token_ids", "sampling", "decoder_token_ids"}
+_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 _TEXTS = "stop"  # a list of texts; one may come as it is
 _LONGEST = 60  # characters of a bad value that are repeated to the client
 
@@ -46,6 +48,17 @@ def set_option(request: pb.GenerateRequest, name: str, value: Value) -> None:
         if len(shown) > _LONGEST:
             shown = shown[:_LONGEST] + "..."
         raise ValueError(f"{name} must be {_kind(name, default)}, got {shown}") from None
+
+
+def check_name(where: str, name: str) -> None:
+    """Raises ValueError on what is no name at all: it would be repeated in the error.
+
+    Args:
+      where: the names are, which the message begins with.
+      name: as the client gave it.
+    """
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{where} must have names of 1 to 64 letters, digits and underscores")
 
 
 def names(prefix: str) -> Mapping[str, str]:

@@ -11,10 +11,12 @@ from tpuspec.protos import generation_pb2 as pb
 from tpuspec.protos import open_inference_pb2 as oip
 from tpuspec.protos import open_inference_pb2_grpc
 from tpuspec.serving import inference_messages as messages
-from tpuspec.serving import unknown_fields
+from tpuspec.serving import malformed, unknown_fields
 from tpuspec.serving.errors import ErrorCode, RequestError
 from tpuspec.serving.front import SHUTTING_DOWN, Front, abort
 from tpuspec.serving.inference_messages import Asked
+from tpuspec.serving.malformed import Malformed
+from tpuspec.serving.validation import MAX_REQUEST_ID
 
 _VERSION = "1"  # of the one model
 _PLATFORM = "tpuspec"
@@ -123,7 +125,7 @@ class InferenceServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             await abort(ended, context)
 
     async def _incoming(self, context: grpc.aio.ServicerContext,
-                        ) -> AsyncGenerator[oip.ModelInferRequest]:
+                        ) -> AsyncGenerator[oip.ModelInferRequest | Malformed]:
         """Raises RequestError once the server drains: a stream has no end of its own."""
         draining = asyncio.ensure_future(self._front.drains.wait())
         try:
@@ -143,15 +145,19 @@ class InferenceServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
         finally:
             draining.cancel()
 
-    async def _answer(self, request: oip.ModelInferRequest, context: grpc.aio.ServicerContext,
-                      send: _Send, *, with_status: bool) -> None:
+    async def _answer(self, came: oip.ModelInferRequest | Malformed,
+                      context: grpc.aio.ServicerContext, send: _Send, *,
+                      with_status: bool) -> None:
         """Sends the responses of one request of a stream, or its error.
 
         Raises:
           RequestError: instead, if asked to.
         """
+        request = oip.ModelInferRequest() if isinstance(came, Malformed) else came
         with self._front.counted():
             try:
+                if isinstance(came, Malformed):
+                    raise malformed.refusal()
                 asked = self._asked(request)
                 async with contextlib.aclosing(self._responses(asked, context)) as responses:
                     async for response in responses:
@@ -165,7 +171,9 @@ class InferenceServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             except RequestError as error:
                 if with_status:
                     raise
-                # Triton's client drops everything but the text, so that it has the id, too.
+                # Triton's client drops everything but the text, so that it has the id, too;
+                # one that is too long must not make a message that is.
+                request.id = request.id[:MAX_REQUEST_ID]
                 await send(oip.ModelStreamInferResponse(
                     error_message=f"[request id: {request.id}] {error.code.name}: {error}",
                     infer_response=messages.empty(request, self._name, _VERSION, final=True)))

@@ -24,6 +24,7 @@ from tpuspec.serving.engine_loop import EngineLoop
 from tpuspec.serving.front import Front
 from tpuspec.serving.interfaces import SlotEngine, Vocabulary
 from tpuspec.serving.jetstream import OrchestratorServicer
+from tpuspec.serving.malformed import MalformedCheck
 from tpuspec.serving.metrics import Metrics
 from tpuspec.serving.open_inference import InferenceServicer
 from tpuspec.serving.security import PLAIN_SERVER, ServerSecurity
@@ -65,7 +66,8 @@ class Server:
         self._front = Front(GenerationService(self._loop, vocabulary, info))
         self._health = health_aio.HealthServicer()
         self._credentials = security.credentials()
-        self._server = grpc.aio.server(options=_OPTIONS, interceptors=security.interceptors())
+        self._server = grpc.aio.server(
+            options=_OPTIONS, interceptors=(MalformedCheck(_NAMES), *security.interceptors()))
         self._reflect = reflect
         self._jetstream_truncate = jetstream_truncate
         self.failed = asyncio.Event()

@@ -121,13 +121,6 @@ def field_of(path: str, message=pb.GenerateRequest.DESCRIPTOR):
     return field_of(rest, field.message_type) if rest else field
 
 
-def stream_until_killed(address: str, request: dict, started) -> None:
-    """The life of a client process; here, because a spawned child must find it by name."""
-    with BlockingClient(address) as client:
-        for _ in client.generate(**request):
-            started.set()
-
-
 def try_client(address: str, results) -> None:
     """Puts the text of one request, or why the client refused."""
     try:

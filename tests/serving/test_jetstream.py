@@ -145,6 +145,8 @@ def test_options_come_as_metadata():
             field, description = await refusal(it, ((f"x-tpuspec-{key}", value),), ids=[10, 3])
             assert field.partition("[")[0] == f"x-tpuspec-{key}"
             assert description == f"{field} {message}"
+        field, _ = await refusal(it, (("x-tpuspec-" + "a" * 4000, "1"),), ids=[10, 3])
+        assert field == "metadata"
 
     on_server(body)
 

@@ -180,6 +180,8 @@ FLAG = oip.InferParameter(bool_param=True)
      r"parameters.timeout must be at least 0, got -1"),
     (text(parameters={"timeout": FLAG}), "parameters.timeout is not an option"),
     (text(parameters={"top_k": oip.InferParameter()}), "parameters.top_k must have a value"),
+    (text(parameters={"a b": FLAG}), "parameters must have names of 1 to 64 letters, digits and"),
+    (text(parameters={"a" * 100_000: FLAG}), "parameters must have names of 1 to 64 letters"),
 ])
 def test_what_is_wrong_is_named_and_the_stream_goes_on(request_, message):
     async def body(it):
@@ -197,7 +199,7 @@ def test_what_is_wrong_is_named_and_the_stream_goes_on(request_, message):
             answers = [response async for response in call]
             failed, = (r for r in answers if r.error_message)
             assert failed.error_message.endswith(f": {error.details()}")
-            assert failed.infer_response.id == request_.id
+            assert failed.infer_response.id == request_.id[:256]
             good = [r.infer_response for r in answers if not r.error_message]
             assert good and all(r.id == "good" for r in good)
 

@@ -1,15 +1,16 @@
 """Clients that go away, deadlines, floods and large messages, over real gRPC."""
 
 import asyncio
-import multiprocessing
 import random
+import subprocess
+import sys
 import time
 
 import grpc
 import pytest
 from fake_engine import FakeEngine, FakeVocabulary
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from harness import Answer, health, on_server, status_of, stream_until_killed
+from harness import Answer, health, on_server, status_of
 
 from tpuspec.serving import server
 from tpuspec.serving.channel import MAX_MESSAGE_BYTES
@@ -18,6 +19,20 @@ from tpuspec.serving.server import Server
 from tpuspec.serving.service import ModelInfo
 
 SERVICE = "tpuspec.v1.Generation"
+MANY_STREAMS = """
+import asyncio, sys
+from tpuspec.serving.client import Client, make_request
+
+async def stream(client):
+    async for _ in client.generate(make_request([10], draft_length=0)):
+        print(flush=True)
+
+async def main():
+    async with Client(sys.argv[1]) as client:
+        await asyncio.gather(*(stream(client) for _ in range(30)))
+
+asyncio.run(main())
+"""
 ENDLESS = dict(source=[10], max_new_tokens=100, draft_length=0)
 
 
@@ -62,22 +77,34 @@ def test_slot_of_a_cancelled_request_is_free_within_one_step():
     on_server(body, FakeEngine(step_seconds=0.1))
 
 
-def test_killed_client_process_frees_its_slot():
+def kill_clients(rounds: int) -> None:
+    """Each time a process with 30 streams, of which two run and the others wait."""
     async def body(it):
-        context = multiprocessing.get_context("spawn")
-        for _ in range(2):
-            started = context.Event()
-            process = context.Process(
-                target=stream_until_killed, args=(it.address, ENDLESS, started))
-            process.start()
-            assert await asyncio.to_thread(started.wait, 20)
-            process.kill()
-            process.join()
-            process.close()
-            await it.until_idle(5.0)
+        for number in range(1, rounds + 1):
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", MANY_STREAMS, it.address, stdout=subprocess.PIPE)
+            await asyncio.wait_for(child.stdout.readline(), 30)  # a first message
+            while (await it.client.get_model()).load.accepted < 30 * number:
+                await asyncio.sleep(0.01)
+            began = it.engine.steps
+            child.kill()
+            load = await it.until_idle()
+            # The step in flight, and one that was launched before the connection broke.
+            assert it.engine.steps - began <= 4
+            assert load.cancelled == 30 * number and load.finished == 0
+            await child.wait()
         assert (await it.answer([10, 3])).ids == [11, 12, 13, 1]
 
-    on_server(body, FakeEngine(step_seconds=0.2))
+    on_server(body, FakeEngine(step_seconds=0.1))
+
+
+def test_killed_client_process_frees_its_slots_and_places():
+    kill_clients(2)
+
+
+@pytest.mark.slow
+def test_three_hundred_killed_streams():
+    kill_clients(10)
 
 
 def test_reader_that_never_reads_holds_no_slot():
