@@ -11,20 +11,13 @@ from tpuspec.protos import generation_pb2 as pb
 from tpuspec.protos import open_inference_pb2 as oip
 from tpuspec.protos import open_inference_pb2_grpc
 from tpuspec.serving import inference_messages as messages
-from tpuspec.serving import malformed, unknown_fields
+from tpuspec.serving import inference_model, malformed, unknown_fields
 from tpuspec.serving.errors import ErrorCode, RequestError
 from tpuspec.serving.front import SHUTTING_DOWN, Front, abort
 from tpuspec.serving.inference_messages import Asked
+from tpuspec.serving.inference_model import PLATFORM, VERSION
 from tpuspec.serving.malformed import Malformed
 from tpuspec.serving.validation import MAX_REQUEST_ID
-
-_VERSION = "1"  # of the one model
-_PLATFORM = "tpuspec"
-_INPUTS = (("text_input", "BYTES", oip.TYPE_STRING, 1),
-           ("input_ids", "INT32", oip.TYPE_INT32, -1))
-_OUTPUTS = (("text_output", "BYTES", oip.TYPE_STRING, 1),
-            ("token_ids", "INT32", oip.TYPE_INT32, -1),
-            ("finish_reason", "BYTES", oip.TYPE_STRING, 1))
 
 type _Send = Callable[[oip.ModelStreamInferResponse], Awaitable[None]]
 
@@ -53,36 +46,24 @@ class InferenceServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
 
     async def ModelReady(self, request: oip.ModelReadyRequest,
                          context: grpc.aio.ServicerContext) -> oip.ModelReadyResponse:
-        known = request.name == self._name and request.version in ("", _VERSION)
+        known = request.name == self._name and request.version in ("", VERSION)
         return oip.ModelReadyResponse(ready=known and not self._front.draining)
 
     async def ServerMetadata(self, request: oip.ServerMetadataRequest,
                              context: grpc.aio.ServicerContext) -> oip.ServerMetadataResponse:
         return oip.ServerMetadataResponse(
-            name=_PLATFORM, version=importlib.metadata.version("tpuspec"),
+            name=PLATFORM, version=importlib.metadata.version("tpuspec"),
             extensions=["model_configuration"])
 
     async def ModelMetadata(self, request: oip.ModelMetadataRequest,
                             context: grpc.aio.ServicerContext) -> oip.ModelMetadataResponse:
         await self._find(request.name, request.version, context)
-        tensor = oip.ModelMetadataResponse.TensorMetadata
-        return oip.ModelMetadataResponse(
-            name=self._name, versions=[_VERSION], platform=_PLATFORM,
-            inputs=[tensor(name=name, datatype=datatype, shape=[size])
-                    for name, datatype, _, size in _INPUTS],
-            outputs=[tensor(name=name, datatype=datatype, shape=[size])
-                     for name, datatype, _, size in _OUTPUTS])
+        return inference_model.metadata(self._name)
 
     async def ModelConfig(self, request: oip.ModelConfigRequest,
                           context: grpc.aio.ServicerContext) -> oip.ModelConfigResponse:
         await self._find(request.name, request.version, context)
-        return oip.ModelConfigResponse(config=oip.ModelConfig(
-            name=self._name, platform=_PLATFORM, backend=_PLATFORM, max_batch_size=0,
-            input=[oip.ModelInput(name=name, data_type=kind, dims=[size], optional=True)
-                   for name, _, kind, size in _INPUTS],
-            output=[oip.ModelOutput(name=name, data_type=kind, dims=[size])
-                    for name, _, kind, size in _OUTPUTS],
-            model_transaction_policy=oip.ModelTransactionPolicy(decoupled=True)))
+        return oip.ModelConfigResponse(config=inference_model.config(self._name))
 
     async def ModelInfer(self, request: oip.ModelInferRequest,
                          context: grpc.aio.ServicerContext) -> oip.ModelInferResponse:
@@ -93,7 +74,7 @@ class InferenceServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
                     whole = [response async for response in responses]
             except RequestError as error:
                 await abort(error, context)
-        return messages.answer(request, self._name, _VERSION, whole, asked.outputs, final=True)
+        return messages.answer(request, self._name, VERSION, whole, asked.outputs, final=True)
 
     async def ModelStreamInfer(self, requests: object, context: grpc.aio.ServicerContext) -> None:
         places = asyncio.Semaphore(self._most_at_once)
@@ -163,11 +144,11 @@ class InferenceServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
                     async for response in responses:
                         final = response.HasField("finish") and not asked.empty_final
                         await send(oip.ModelStreamInferResponse(infer_response=messages.answer(
-                            request, self._name, _VERSION, [response], asked.outputs,
+                            request, self._name, VERSION, [response], asked.outputs,
                             final=final)))
                 if asked.empty_final:
                     await send(oip.ModelStreamInferResponse(infer_response=messages.empty(
-                        request, self._name, _VERSION, final=True)))
+                        request, self._name, VERSION, final=True)))
             except RequestError as error:
                 if with_status:
                     raise
@@ -176,7 +157,7 @@ class InferenceServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
                 request.id = request.id[:MAX_REQUEST_ID]
                 await send(oip.ModelStreamInferResponse(
                     error_message=f"[request id: {request.id}] {error.code.name}: {error}",
-                    infer_response=messages.empty(request, self._name, _VERSION, final=True)))
+                    infer_response=messages.empty(request, self._name, VERSION, final=True)))
 
     def _asked(self, request: oip.ModelInferRequest) -> Asked:
         unknown_fields.refuse(request)
@@ -204,6 +185,6 @@ class InferenceServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
             await abort(error, context)
 
     def _check_model(self, name: str, version: str) -> None:
-        if name != self._name or version not in ("", _VERSION):
+        if name != self._name or version not in ("", VERSION):
             raise RequestError(ErrorCode.NOT_FOUND, f"the model here is {self._name!r}, version "
-                               f"{_VERSION!r}; another was asked for")
+                               f"{VERSION!r}; another was asked for")

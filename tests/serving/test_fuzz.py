@@ -2,13 +2,15 @@
 
 import asyncio
 import collections
+import dataclasses
 import os
 import pathlib
 import random
+import time
 
 import grpc
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import CONFIG, FakeEngine
 from harness import field_of, on_server
 from request_fuzz import METHODS, Fuzzed, fuzzed
 
@@ -120,4 +122,35 @@ def test_bad_requests_get_a_clear_status_each_and_disturb_nobody():
 def test_ten_thousand_bad_requests_leave_memory_as_it_was():
     statuses, memory = flood(10_000, seed=2)
     assert {method for method, _ in statuses} == {method.name for method in METHODS}
+    assert memory[-1] < GROWTH * memory[1], memory
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
+def test_sixty_four_streams_for_ten_minutes_leave_memory_and_tasks_as_they_were():
+    minute = 60.0
+    memory: list[int] = []
+
+    async def body(it):
+        before = len(asyncio.all_tasks())
+        end = time.monotonic() + 10 * minute
+
+        async def streams(number: int) -> None:
+            while time.monotonic() < end:
+                answer = await it.answer([10 * number], timeout=60, draft_length=number % 4)
+                assert answer.ids == [*range(10 * number + 1, 10 * number + 101)]
+
+        async def watch() -> None:
+            while time.monotonic() < end:
+                await asyncio.sleep(minute / 2)
+                memory.append(resident())
+
+        await asyncio.gather(watch(), *(streams(number) for number in range(1, 65)))
+        load = await it.until_idle()
+        assert load.accepted == load.finished >= 64 * 10
+        async with asyncio.timeout(10):
+            while len(asyncio.all_tasks()) > before:
+                await asyncio.sleep(0.05)
+
+    on_server(body, FakeEngine(dataclasses.replace(CONFIG, slots=64), step_seconds=0.2))
     assert memory[-1] < GROWTH * memory[1], memory
