@@ -14,7 +14,7 @@ from harness import Answer, health, on_server, status_of
 
 from tpuspec.serving import server
 from tpuspec.serving.channel import MAX_MESSAGE_BYTES
-from tpuspec.serving.client import error_details, make_request
+from tpuspec.serving.client import BlockingClient, Client, error_details, make_request
 from tpuspec.serving.server import Server
 from tpuspec.serving.service import ModelInfo
 
@@ -175,6 +175,24 @@ def test_large_messages_work_with_the_shipped_client_or_fail_with_the_limit():
         assert (await it.answer([10, 3])).reason == "eos"
 
     on_server(body)
+
+
+def test_shipped_clients_take_more_than_grpcs_usual_four_megabytes():
+    async def main():
+        large = Server(FakeEngine(), FakeVocabulary(), ModelInfo(
+            name="large", target_config_json="x" * (5 << 20)))
+        address = f"localhost:{await large.start('localhost:0')}"
+        async with Client(address) as client:
+            assert len((await client.get_model()).target_config_json) == 5 << 20
+
+        def blocking() -> int:
+            with BlockingClient(address) as client:
+                return len(client.get_model().target_config_json)
+
+        assert await asyncio.to_thread(blocking) == 5 << 20
+        assert await large.drain(1.0)
+
+    asyncio.run(main())
 
 
 def test_idle_client_may_ping_as_often_as_it_likes():
