@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 
 import pytest
 from fake_engine import FakeEngine
@@ -73,3 +76,20 @@ def test_once_as_json_and_what_is_refused():
         await stream.aclose()
 
     on_server(body, FakeEngine(step_seconds=0.4))
+
+
+def test_live_view_goes_on_until_it_is_interrupted():
+    async def body(it):
+        live = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", "from tpuspec.serving.cli import main; main()", "top",
+            "--server", it.address, "--interval", "0.2", stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE)
+        lines = [(await live.stdout.readline()).decode() for _ in range(13)]
+        assert [line.startswith("count on ") for line in lines] == ([True] + 5 * [False]) * 2 + [
+            True]
+        assert "\x1b" not in "".join(lines)  # not a terminal
+        live.send_signal(signal.SIGINT)
+        _, said = await live.communicate()
+        assert (live.returncode, said) == (0, b"")
+
+    on_server(body)
