@@ -56,6 +56,8 @@ def asked(request: oip.ModelInferRequest) -> Asked:
                 timeout = 1e-6 * value or None
             case "max_new_tokens":
                 raise ValueError(f"{_PREFIX}{name} is not an option: max_tokens is")
+            case "priority":  # Triton's: the lowest number goes first, and 0 is none
+                raise ValueError(f"{_PREFIX}{name} is not an option of this server")
             case _:
                 option = "max_new_tokens" if name == "max_tokens" else name
                 try:

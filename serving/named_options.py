@@ -12,8 +12,10 @@ from tpuspec.protos import generation_pb2 as pb
 type Value = bool | int | float | str
 
 _SAMPLING = set(pb.Sampling.DESCRIPTOR.fields_by_name)
+# Not options: what a dialect has fields of its own for, and what is no single value. "n" is a
+# number of outputs, of which the translations of responses know one.
 _REQUEST = set(pb.GenerateRequest.DESCRIPTOR.fields_by_name) - {
-    "request_id", "text", "token_ids", "sampling", "decoder_token_ids"}
+    "request_id", "text", "token_ids", "sampling", "decoder_token_ids", "n"}
 _NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 _TEXTS = "stop"  # a list of texts; one may come as it is
 _LONGEST = 60  # characters of a bad value that are repeated to the client
