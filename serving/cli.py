@@ -57,6 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
              _demo_flags),
             ("bench", "put a server under load; times, throughput and what speculation gains",
              _bench_flags),
+            ("top", "slots, acceptance, cost and throughput of a running server, live",
+             _top_flags),
             ("convert", "make a checkpoint of what Hugging Face or T5X saved, or of a checkpoint",
              _convert_flags),
             ("inspect", "say what a checkpoint is, and what it can be a pair with",
@@ -101,6 +103,11 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
                              "again when they change")
     parser.add_argument("--no_reflection", action="store_true",
                         help="do not tell clients what services there are")
+    parser.add_argument("--jetstream_truncate", action="store_true",
+                        help="in JetStream's dialect cut token ids and max_tokens that are beyond "
+                             "the limits: its benchmark repeats refused requests for ever")
+    parser.add_argument("--log_json", action="store_true",
+                        help="log JSON, an object a line")
 
 
 def _generate_flags(parser: argparse.ArgumentParser) -> None:
@@ -189,6 +196,15 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
                         help="goodput: the later ones must, on average")
     parser.add_argument("--seed", type=_integer(0), default=0, help="of the times")
     parser.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def _top_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--server", required=True, metavar="HOST:PORT")
+    _client_flags(parser)
+    parser.add_argument("--interval", type=_number(0.1), default=1.0, metavar="SECONDS",
+                        help="between two looks, which rates are taken from")
+    parser.add_argument("--once", action="store_true", help="show it once, after an interval")
+    parser.add_argument("--json", action="store_true", help="one JSON document, with --once")
 
 
 def _demo_flags(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,9 @@
         for response in client.generate("translate English to German: Good morning."):
             print(response.text, end="", flush=True)
         print(response.finish)
+
+What is raised is gRPC's error; ``error_details(error)`` tells which field was refused, or
+when to try again.
 """
 
 import os
@@ -17,7 +20,11 @@ import grpc.aio
 from tpuspec.protos import generation_pb2 as pb
 from tpuspec.protos import generation_pb2_grpc
 from tpuspec.serving.channel import client_options
+from tpuspec.serving.error_details import ErrorDetails, Violation, error_details
 from tpuspec.serving.security import PLAIN_CLIENT, ClientSecurity
+
+__all__ = ["BlockingClient", "Client", "ErrorDetails", "Violation", "error_details",
+           "make_request"]
 
 # Parameters of ``make_request`` that are the same for many sources.
 OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",

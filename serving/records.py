@@ -12,6 +12,7 @@ from google.protobuf import json_format
 
 from tpuspec.protos import generation_pb2 as pb
 from tpuspec.serving.client import make_request
+from tpuspec.serving.error_details import error_details
 from tpuspec.serving.errors import RequestError
 
 
@@ -36,10 +37,7 @@ class Failure:
         if isinstance(error, RequestError):
             return cls(error.code.name, str(error), error.retry_after)
         assert isinstance(error, grpc.aio.AioRpcError)
-        trailers = dict(tuple(error.trailing_metadata()))  # an iterator in older versions
-        milliseconds = trailers.get("retry-after-ms")
-        return cls(error.code().name, error.details() or "",
-                   None if milliseconds is None else 1e-3 * int(milliseconds))
+        return cls(error.code().name, error.details() or "", error_details(error).retry_after)
 
 
 @dataclasses.dataclass(frozen=True)

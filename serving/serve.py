@@ -6,7 +6,7 @@ import asyncio
 from absl import logging
 
 from tpuspec.config import EngineConfig
-from tpuspec.serving import models
+from tpuspec.serving import models, request_log
 from tpuspec.serving.security import ServerSecurity
 from tpuspec.serving.server import Server
 
@@ -24,6 +24,8 @@ def run(args: argparse.Namespace) -> int:
             draft_lengths=(0,) if plain else args.draft_lengths,
             draft_length=0 if plain else args.draft_length)
         served = models.load(pair, config, dtype=args.dtype, mesh_shape=args.mesh)
+    if args.log_json:
+        request_log.use_json()
     logging.set_verbosity(logging.INFO)
     logging.info("platform %s, devices: %s", served.info.platform, ", ".join(served.info.devices))
     logging.info("compiling; the port opens when this is done")
@@ -34,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
 async def _serve(served: models.Served, args: argparse.Namespace,
                  security: ServerSecurity) -> int:
     server = Server(served.engine, served.vocabulary, served.info, queue_limit=args.queue_limit,
-                    security=security, reflect=not args.no_reflection)
+                    security=security, reflect=not args.no_reflection,
+                    jetstream_truncate=args.jetstream_truncate)
     if args.metrics_port is not None:
         port = server.metrics.serve(args.host, args.metrics_port)
         logging.info("metrics on http://%s:%d/metrics", args.host, port)

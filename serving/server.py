@@ -11,29 +11,43 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
-from tpuspec.protos import generation_pb2, generation_pb2_grpc
-from tpuspec.serving.channel import MESSAGE_OPTIONS
+from tpuspec.protos import (
+    generation_pb2,
+    generation_pb2_grpc,
+    jetstream_pb2,
+    jetstream_pb2_grpc,
+    open_inference_pb2,
+    open_inference_pb2_grpc,
+)
+from tpuspec.serving.channel import OPTIONS
 from tpuspec.serving.engine_loop import EngineLoop
+from tpuspec.serving.front import Front
 from tpuspec.serving.interfaces import SlotEngine, Vocabulary
+from tpuspec.serving.jetstream import OrchestratorServicer
+from tpuspec.serving.malformed import MalformedCheck
 from tpuspec.serving.metrics import Metrics
+from tpuspec.serving.open_inference import InferenceServicer
 from tpuspec.serving.security import PLAIN_SERVER, ServerSecurity
 from tpuspec.serving.service import GenerationService, ModelInfo
 from tpuspec.serving.servicer import GenerationServicer
 
-_NAME = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+_NAMES = tuple(service.full_name for protos in (generation_pb2, jetstream_pb2, open_inference_pb2)
+               for service in protos.DESCRIPTOR.services_by_name.values())
 _JOIN_SECONDS = 10.0  # for the step in flight at the end
 _OPTIONS = (
-    *MESSAGE_OPTIONS,
+    *OPTIONS,
     ("grpc.so_reuseport", 0),  # a second server on the same port must fail, not share it
-    # A client whose network is gone sends no reset: ask it, and end its streams.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    # Clients' own pings are welcome, also from idle ones: by default the third in five minutes
+    # would cost them the connection.
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+    # Whoever connects and then says nothing is shown out.
+    ("grpc.server_handshake_timeout_ms", 10_000),
 )
 
 
 class Server:
-    """Serves one engine on one address.
+    """Serves one engine on one address, in three dialects.
 
     Made, started and drained in one event loop. ``engine`` must be warmed up: the
     port opens at once. ``metrics`` are there to be served.
@@ -41,18 +55,21 @@ class Server:
 
     def __init__(self, engine: SlotEngine, vocabulary: Vocabulary | None, info: ModelInfo, *,
                  queue_limit: int = 64, overlap: bool = True,
-                 security: ServerSecurity = PLAIN_SERVER, reflect: bool = True):
+                 security: ServerSecurity = PLAIN_SERVER, reflect: bool = True,
+                 jetstream_truncate: bool = False):
         """Raises ValueError on files of ``security`` that cannot be used."""
         self._event_loop = asyncio.get_running_loop()
         self._loop = EngineLoop(engine, vocabulary, queue_limit=queue_limit, overlap=overlap,
                                 on_failure=self._engine_failed,
                                 on_step=lambda request, chunk: self.metrics.observe(request, chunk))
         self.metrics = Metrics(self._loop, info.name)
-        self._servicer = GenerationServicer(GenerationService(self._loop, vocabulary, info))
+        self._front = Front(GenerationService(self._loop, vocabulary, info))
         self._health = health_aio.HealthServicer()
         self._credentials = security.credentials()
-        self._server = grpc.aio.server(options=_OPTIONS, interceptors=security.interceptors())
+        self._server = grpc.aio.server(
+            options=_OPTIONS, interceptors=(MalformedCheck(_NAMES), *security.interceptors()))
         self._reflect = reflect
+        self._jetstream_truncate = jetstream_truncate
         self.failed = asyncio.Event()
 
     async def start(self, address: str) -> int:
@@ -61,18 +78,24 @@ class Server:
         Raises:
           OSError: the address cannot be bound.
         """
-        generation_pb2_grpc.add_GenerationServicer_to_server(self._servicer, self._server)
+        generation_pb2_grpc.add_GenerationServicer_to_server(
+            GenerationServicer(self._front), self._server)
+        jetstream_pb2_grpc.add_OrchestratorServicer_to_server(
+            OrchestratorServicer(self._front, truncate=self._jetstream_truncate), self._server)
+        open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
+            InferenceServicer(self._front), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if self._reflect:
             reflection.enable_server_reflection(
-                (_NAME, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
+                (*_NAMES, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name,
                  reflection.SERVICE_NAME), self._server)
         try:
             port = (self._server.add_insecure_port(address) if self._credentials is None
                     else self._server.add_secure_port(address, self._credentials))
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}: {error}") from None
-        await self._health.set(_NAME, health_pb2.HealthCheckResponse.SERVING)
+        for name in _NAMES:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         self._loop.start()
         await self._server.start()
         return port
@@ -83,15 +106,15 @@ class Server:
         Requests that are not done after ``grace`` seconds, or when ``force`` is set,
         end with UNAVAILABLE. Returns False if the engine's thread did not end.
         """
-        self._servicer.refuse_new()
+        self._front.refuse_new()
         await self._health.enter_graceful_shutdown()
         deadline = self._event_loop.time() + grace
-        while (self._servicer.active and self._event_loop.time() < deadline
+        while (self._front.active and self._event_loop.time() < deadline
                and not (force is not None and force.is_set())):
             await asyncio.sleep(0.02)
         ended = await asyncio.to_thread(self._loop.stop, _JOIN_SECONDS)
         # A moment for the last statuses to leave; nobody waits when all streams are done.
-        await self._server.stop(1.0 if self._servicer.active else 0.05)
+        await self._server.stop(1.0 if self._front.active else 0.05)
         return ended
 
     async def run(self, address: str, grace: float, on_ready: Callable[[int], None]) -> int:
@@ -134,7 +157,7 @@ class Server:
             report.close()  # the event loop is closed: the server is gone
 
     async def _report_failure(self) -> None:
-        self._servicer.refuse_new()
+        self._front.refuse_new()
         await self._health.enter_graceful_shutdown()
         self.failed.set()
 

@@ -9,7 +9,7 @@ from tpuspec.protos import generation_pb2 as pb
 from tpuspec.serving import messages
 from tpuspec.serving.channel import MAX_MESSAGE_BYTES
 from tpuspec.serving.engine_loop import EngineLoop
-from tpuspec.serving.errors import ErrorCode, RequestError
+from tpuspec.serving.errors import RequestError
 from tpuspec.serving.interfaces import Vocabulary
 from tpuspec.serving.request import Request
 from tpuspec.serving.token_stream import TokenStream
@@ -67,7 +67,7 @@ class GenerationService:
                 return await asyncio.to_thread(self._door.check, message, deadline)
             return self._door.check(message, deadline)
         except ValueError as error:
-            raise RequestError(ErrorCode.INVALID_ARGUMENT, str(error)) from None
+            raise RequestError.of_field(error) from None
 
     def model(self) -> pb.GetModelResponse:
         engine, load, info = self._loop.engine, self._loop.load, self._info

@@ -20,6 +20,7 @@ SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 # Where a distribution's import name is another.
 IMPORT_NAMES = {
     "absl-py": "absl",
+    "googleapis-common-protos": "google",
     "grpcio": "grpc",
     "grpcio-health-checking": "grpc_health",
     "grpcio-reflection": "grpc_reflection",

@@ -3,6 +3,7 @@
 Compared by meaning: generators of different versions write different bytes.
 """
 
+import importlib
 import pathlib
 import re
 import subprocess
@@ -11,19 +12,22 @@ import sys
 import pytest
 from google.protobuf import descriptor_pb2
 
-from tpuspec.protos import generation_pb2, generation_pb2_grpc
-
 PROTOS = pathlib.Path(__file__).resolve().parent.parent / "protos"
 
 
+@pytest.fixture(scope="module", params=sorted(path.stem for path in PROTOS.glob("*.proto")))
+def name(request) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory) -> descriptor_pb2.FileDescriptorProto:
+def compiled(name, tmp_path_factory) -> descriptor_pb2.FileDescriptorProto:
     """The .proto as the installed protoc reads it."""
     pytest.importorskip("grpc_tools")
     output = tmp_path_factory.mktemp("protos") / "set"
     subprocess.run(
         [sys.executable, "-m", "grpc_tools.protoc", f"-Itpuspec/protos={PROTOS}",
-         f"--descriptor_set_out={output}", "tpuspec/protos/generation.proto"], check=True)
+         f"--descriptor_set_out={output}", f"tpuspec/protos/{name}.proto"], check=True)
     files = descriptor_pb2.FileDescriptorSet.FromString(output.read_bytes())
     return files.file[0]
 
@@ -36,9 +40,9 @@ def without_json_names(message: descriptor_pb2.DescriptorProto) -> None:
         without_json_names(nested)
 
 
-def test_generated_messages_are_those_of_the_proto(compiled):
+def test_generated_messages_are_those_of_the_proto(name, compiled):
     committed = descriptor_pb2.FileDescriptorProto.FromString(
-        generation_pb2.DESCRIPTOR.serialized_pb)
+        importlib.import_module(f"tpuspec.protos.{name}_pb2").DESCRIPTOR.serialized_pb)
     for file in (compiled, committed):
         for message in file.message_type:
             without_json_names(message)
@@ -58,17 +62,18 @@ class Recorder:
         return method
 
 
-def test_generated_stub_has_the_methods_of_the_proto(compiled):
+def test_generated_stub_has_the_methods_of_the_proto(name, compiled):
     channel = Recorder()
-    generation_pb2_grpc.GenerationStub(channel)
     service, = compiled.service
+    generated = importlib.import_module(f"tpuspec.protos.{name}_pb2_grpc")
+    getattr(generated, f"{service.name}Stub")(channel)
     assert channel.methods == {
         f"/{compiled.package}.{service.name}/{method.name}":
             (method.client_streaming, method.server_streaming) for method in service.method}
 
 
-def test_generated_types_name_every_message_field_and_value(compiled):
-    types = (PROTOS / "generation_pb2.pyi").read_text()
+def test_generated_types_name_every_message_field_and_value(name, compiled):
+    types = (PROTOS / f"{name}_pb2.pyi").read_text()
     names = {message.name for message in compiled.message_type}
     names |= {field.name for message in compiled.message_type for field in message.field}
     names |= {value.name for enum in compiled.enum_type for value in enum.value}

@@ -71,11 +71,11 @@ class Answer:
 
 
 @contextlib.asynccontextmanager
-async def running(engine: FakeEngine | None = None, *, grace: float = 5.0,
+async def running(engine: FakeEngine | None = None, *, grace: float = 5.0, port: int = 0,
                   **options) -> AsyncIterator[Running]:
     engine = engine if engine is not None else FakeEngine()
     server = Server(engine, FakeVocabulary(), ModelInfo(name="count"), **options)
-    port = await server.start("localhost:0")
+    port = await server.start(f"localhost:{port}")
     address = f"localhost:{port}"
     try:
         async with Client(address) as client:
@@ -111,11 +111,14 @@ async def status_of(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
     return grpc.StatusCode.OK, ""
 
 
-def stream_until_killed(address: str, request: dict, started) -> None:
-    """The life of a client process; here, because a spawned child must find it by name."""
-    with BlockingClient(address) as client:
-        for _ in client.generate(**request):
-            started.set()
+def field_of(path: str, message=pb.GenerateRequest.DESCRIPTOR):
+    """The field that a path of a violation names; LookupError if there is none."""
+    name, _, rest = path.partition(".")
+    name = name.partition("[")[0]
+    if name == "source" and not rest:
+        return message.oneofs_by_name[name]
+    field = message.fields_by_name[name]
+    return field_of(rest, field.message_type) if rest else field
 
 
 def try_client(address: str, results) -> None:

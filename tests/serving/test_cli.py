@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 import urllib.request
 
 import pytest
@@ -150,6 +151,8 @@ def serving(pair):
                 break
         assert "platform cpu, devices: " in "".join(said), said
         metrics, = (line.split()[-1] for line in said if "metrics on" in line)
+        # It logs every request: a full pipe would hold it up.
+        threading.Thread(target=process.stderr.read, daemon=True).start()
         yield f"localhost:{said[-1].rsplit(':', 1)[1].strip()}", metrics, process
     finally:
         process.kill()

@@ -13,6 +13,7 @@ from fake_engine import FakeEngine
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from harness import Running, run_cli, running
+from request_fuzz import METHODS
 
 from tpuspec.serving.client import BlockingClient, Client, make_request
 from tpuspec.serving.security import ClientSecurity, ServerSecurity, read_token
@@ -164,6 +165,22 @@ def test_tokens_of_a_file_that_is_read_again(tmp_path):
         assert load.accepted == load.finished == 5  # nothing refused reached the engine
 
     on(ServerSecurity(tokens=str(path)), body)
+
+
+def test_a_token_is_asked_for_in_every_dialect(tmp_path):
+    async def body(it: Running):
+        async with grpc.aio.insecure_channel(it.address) as channel:
+            for method in METHODS:
+                path = f"/{method.containing_service.full_name}/{method.name}"
+                for request in (b"", b"\xff"):  # the second is no message at all
+                    call = (channel.stream_stream(path)(iter([request]))
+                            if method.client_streaming else
+                            channel.unary_stream(path)(request)
+                            if method.server_streaming else
+                            channel.unary_unary(path)(request))
+                    assert await call.code() is grpc.StatusCode.UNAUTHENTICATED, path
+
+    on(ServerSecurity(tokens=write(tmp_path / "tokens", b"a-token\n")), body)
 
 
 def test_reflection_can_be_off():

@@ -1,22 +1,38 @@
 """Clients that go away, deadlines, floods and large messages, over real gRPC."""
 
 import asyncio
-import multiprocessing
 import random
+import subprocess
+import sys
 import time
 
 import grpc
 import pytest
 from fake_engine import FakeEngine, FakeVocabulary
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from harness import Answer, health, on_server, status_of, stream_until_killed
+from harness import Answer, health, on_server, status_of
 
+from tpuspec.serving import server
 from tpuspec.serving.channel import MAX_MESSAGE_BYTES
-from tpuspec.serving.client import make_request
+from tpuspec.serving.client import BlockingClient, Client, error_details, make_request
 from tpuspec.serving.server import Server
 from tpuspec.serving.service import ModelInfo
 
 SERVICE = "tpuspec.v1.Generation"
+MANY_STREAMS = """
+import asyncio, sys
+from tpuspec.serving.client import Client, make_request
+
+async def stream(client):
+    async for _ in client.generate(make_request([10], draft_length=0)):
+        print(flush=True)
+
+async def main():
+    async with Client(sys.argv[1]) as client:
+        await asyncio.gather(*(stream(client) for _ in range(30)))
+
+asyncio.run(main())
+"""
 ENDLESS = dict(source=[10], max_new_tokens=100, draft_length=0)
 
 
@@ -61,22 +77,34 @@ def test_slot_of_a_cancelled_request_is_free_within_one_step():
     on_server(body, FakeEngine(step_seconds=0.1))
 
 
-def test_killed_client_process_frees_its_slot():
+def kill_clients(rounds: int) -> None:
+    """Each time a process with 30 streams, of which two run and the others wait."""
     async def body(it):
-        context = multiprocessing.get_context("spawn")
-        for _ in range(2):
-            started = context.Event()
-            process = context.Process(
-                target=stream_until_killed, args=(it.address, ENDLESS, started))
-            process.start()
-            assert await asyncio.to_thread(started.wait, 20)
-            process.kill()
-            process.join()
-            process.close()
-            await it.until_idle(5.0)
+        for number in range(1, rounds + 1):
+            child = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", MANY_STREAMS, it.address, stdout=subprocess.PIPE)
+            await asyncio.wait_for(child.stdout.readline(), 30)  # a first message
+            while (await it.client.get_model()).load.accepted < 30 * number:
+                await asyncio.sleep(0.01)
+            began = it.engine.steps
+            child.kill()
+            load = await it.until_idle()
+            # The step in flight, and one that was launched before the connection broke.
+            assert it.engine.steps - began <= 4
+            assert load.cancelled == 30 * number and load.finished == 0
+            await child.wait()
         assert (await it.answer([10, 3])).ids == [11, 12, 13, 1]
 
-    on_server(body, FakeEngine(step_seconds=0.2))
+    on_server(body, FakeEngine(step_seconds=0.1))
+
+
+def test_killed_client_process_frees_its_slots_and_places():
+    kill_clients(2)
+
+
+@pytest.mark.slow
+def test_three_hundred_killed_streams():
+    kill_clients(10)
 
 
 def test_reader_that_never_reads_holds_no_slot():
@@ -118,7 +146,7 @@ def test_queue_has_an_end_and_says_when_to_come_back():
             except grpc.aio.AioRpcError as error:
                 assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                 assert "the limit is 10" in error.details()
-                assert int(dict(tuple(error.trailing_metadata()))["retry-after-ms"]) > 0
+                assert error_details(error).retry_after > 0
                 return None, time.monotonic() - began
 
         results = await asyncio.gather(*(one(n) for n in range(1, 201)))
@@ -149,6 +177,60 @@ def test_large_messages_work_with_the_shipped_client_or_fail_with_the_limit():
     on_server(body)
 
 
+def test_shipped_clients_take_more_than_grpcs_usual_four_megabytes():
+    async def main():
+        large = Server(FakeEngine(), FakeVocabulary(), ModelInfo(
+            name="large", target_config_json="x" * (5 << 20)))
+        address = f"localhost:{await large.start('localhost:0')}"
+        async with Client(address) as client:
+            assert len((await client.get_model()).target_config_json) == 5 << 20
+
+        def blocking() -> int:
+            with BlockingClient(address) as client:
+                return len(client.get_model().target_config_json)
+
+        assert await asyncio.to_thread(blocking) == 5 << 20
+        assert await large.drain(1.0)
+
+    asyncio.run(main())
+
+
+def test_idle_client_may_ping_as_often_as_it_likes():
+    async def body(it):
+        connectivity = []
+        async with grpc.aio.insecure_channel(it.address, options=[
+                ("grpc.keepalive_time_ms", 1_100), ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.http2.max_pings_without_data", 0),
+                ("grpc.http2.min_time_between_pings_ms", 1_100)]) as channel:
+            await channel.channel_ready()
+            waiting = asyncio.ensure_future(
+                channel.wait_for_state_change(grpc.ChannelConnectivity.READY))
+            _, lost = await asyncio.wait([waiting], timeout=6.0)  # five pings; three were too many
+            connectivity.append(channel.get_state())
+            waiting.cancel()
+        assert lost and connectivity == [grpc.ChannelConnectivity.READY]
+
+    on_server(body)
+
+
+def test_silent_connection_is_closed_and_disturbs_nobody(monkeypatch):
+    name = "grpc.server_handshake_timeout_ms"
+    assert dict(server._OPTIONS)[name] == 10_000
+    monkeypatch.setattr(server, "_OPTIONS", tuple((dict(server._OPTIONS) | {name: 500}).items()))
+
+    async def body(it):
+        silent = [await asyncio.open_connection(*it.address.split(":")) for _ in range(20)]
+        silent[0][1].write(b"PRI * HT")  # the beginning of a preface, and no more
+        assert (await it.answer([10, 3])).ids == [11, 12, 13, 1]
+        async with asyncio.timeout(10):
+            for reader, writer in silent:
+                await reader.read()  # to its end
+                writer.close()
+        assert (await it.answer([10, 3])).ids == [11, 12, 13, 1]
+
+    on_server(body)
+
+
 def test_health_and_reflection_answer():
     async def body(it):
         assert await health(it) == await health(it, "") == "SERVING"
@@ -157,7 +239,8 @@ def test_health_and_reflection_answer():
             request = reflection_pb2.ServerReflectionRequest(list_services="")
             async for response in stub.ServerReflectionInfo(iter([request])):
                 names = {s.name for s in response.list_services_response.service}
-                assert {SERVICE, "grpc.health.v1.Health"} <= names
+                assert {SERVICE, "grpc.health.v1.Health", "jetstream_proto.Orchestrator",
+                        "inference.GRPCInferenceService"} <= names
 
     on_server(body)
 

@@ -79,7 +79,9 @@ def test_engine_failure_ends_all_streams_and_flips_health():
                 assert code is grpc.StatusCode.INTERNAL
                 assert "the fake device is gone" in message
             await asyncio.wait_for(it.server.failed.wait(), 2)
-            assert await health(it) == "NOT_SERVING"
+            for service in ("tpuspec.v1.Generation", "jetstream_proto.Orchestrator",
+                            "inference.GRPCInferenceService", ""):
+                assert await health(it, service) == "NOT_SERVING"
             code, _ = await status_of(it.answer([10, 3]))
             assert code is grpc.StatusCode.UNAVAILABLE
 

@@ -1,5 +1,6 @@
 """How a serving process ends: drained by a signal, forced, or with a failed engine."""
 
+import asyncio
 import contextlib
 import multiprocessing
 import os
@@ -8,7 +9,7 @@ import time
 
 import grpc
 import pytest
-from harness import Answer, serve_until_signal
+from harness import Answer, running, serve_until_signal
 
 from tpuspec.serving.client import BlockingClient
 
@@ -20,7 +21,9 @@ def server_process(fail_at_step: int | None = None):
     process = context.Process(target=serve_until_signal, args=(address, fail_at_step))
     process.start()
     try:
-        with BlockingClient(f"localhost:{address.get(timeout=30)}") as client:
+        port = address.get(timeout=30)
+        with BlockingClient(f"localhost:{port}") as client:
+            client.port = port
             yield process, client
     finally:
         process.kill()
@@ -69,3 +72,22 @@ def test_failed_engine_ends_the_process_with_1():
         assert error.value.code() is grpc.StatusCode.INTERNAL
         process.join(10)
         assert process.exitcode == 1
+
+
+def test_killed_server_is_unavailable_and_another_takes_its_port_at_once():
+    with server_process() as (process, client):
+        streams = [client.generate([10], draft_length=0) for _ in range(2)]
+        for stream in streams:
+            next(stream)
+        process.kill()
+        for stream in streams:
+            with pytest.raises(grpc.RpcError) as error:
+                list(stream)
+            assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        process.join(10)
+
+    async def restarted():
+        async with running(port=client.port) as it:
+            assert (await it.answer([10, 3])).ids == [11, 12, 13, 1]
+
+    asyncio.run(restarted())

@@ -6,7 +6,7 @@ import math
 import grpc
 import pytest
 from fake_engine import CONFIG, FakeVocabulary
-from harness import on_server, status_of
+from harness import field_of, on_server, status_of
 
 from tpuspec.protos import generation_pb2 as pb
 from tpuspec.sampling import SamplingParams
@@ -75,8 +75,9 @@ BARE_DOOR = Door(CONFIG, vocabulary_size=2000, eos_id=1, vocabulary=None)
     (dict(request_id="a" * 257), "request_id must have 0 to 256 characters, got 257"),
 ])
 def test_field_out_of_bounds_is_named_with_value_and_bound(fields, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=message) as caught:
         DOOR.check(make_request(**{"source": "one", **fields}))
+    field_of(str(caught.value).partition(" ")[0])  # which clients get as the violation's field
 
 
 def test_request_without_a_source_is_refused():

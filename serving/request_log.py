@@ -1,0 +1,98 @@
+"""A line in the log for every request that ended: who, how and how long; never its text."""
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from absl import logging as absl_logging
+
+from tpuspec.protos import generation_pb2 as pb
+from tpuspec.serving.errors import RequestError
+
+_MOST_ID = 256  # characters; the door refuses longer ones, and they are logged, too
+
+
+class RequestLog:
+    """What is known of one request.
+
+    Attributes:
+      last: the response that was made last.
+    """
+
+    def __init__(self, request: pb.GenerateRequest):
+        self._request = request
+        self._began = time.monotonic()
+        self.last: pb.GenerateResponse | None = None
+
+    def write(self, code: str, field: str | None) -> None:
+        """
+        Args:
+          code: name of the status.
+          field: which one was refused.
+        """
+        if not absl_logging.level_info():
+            return
+        fields: dict[str, Any] = {
+            "request_id": self._request.request_id[:_MOST_ID], "code": code,
+            "label": self._request.label[:_MOST_ID],
+            "seconds": round(time.monotonic() - self._began, 6)}
+        if field is not None:
+            fields["field"] = field
+        if self.last is not None:
+            s = self.last.speculation
+            fields |= {"request_id": self.last.request_id, "new_tokens": s.emitted,
+                       "target_runs": s.target_runs, "drafted": s.drafted,
+                       "accepted": s.accepted}
+        if self.last is not None and self.last.HasField("finish"):
+            finish = self.last.finish
+            fields |= {
+                "code": "OK",  # also where the client did not wait for the status
+                "finish": pb.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_"),
+                "source_tokens": finish.source_tokens,
+                "queue_seconds": round(finish.timings.queue_seconds, 6),
+                "first_token_seconds": round(finish.timings.first_token_seconds, 6)}
+        absl_logging.get_absl_logger().info(
+            "request %s", json.dumps(fields), extra={"fields": {"event": "request"} | fields})
+
+
+@contextlib.contextmanager
+def of(request: pb.GenerateRequest) -> Iterator[RequestLog]:
+    """Logs the request's end, however it ends."""
+    log = RequestLog(request)
+    code, field = "CANCELLED", None
+    try:
+        yield log
+        code = "OK"
+    except RequestError as error:
+        code, field = error.code.name, error.field
+        raise
+    except Exception:
+        code = "UNKNOWN"  # a fault of ours, which gRPC reports by this name
+        raise
+    finally:
+        log.write(code, field)
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, severity, message, and the fields of a request's line."""
+
+    converter = staticmethod(time.gmtime)
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields = getattr(record, "fields", None)
+        line: dict[str, Any] = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S")
+            + f".{int(record.msecs):03d}Z", "severity": record.levelname}
+        line |= fields if fields is not None else {"message": record.getMessage()}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+
+def use_json() -> None:
+    """From now on everything that is logged is JSON, one object a line."""
+    absl_logging.get_absl_handler().setFormatter(JsonFormatter())
