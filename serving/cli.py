@@ -270,7 +270,8 @@ def _compile_flags(parser: argparse.ArgumentParser) -> None:
                         "v4:2x2x1, v5e:2x2, v5p:2x2x1 or v6e:2x2 for a host")
     parser.add_argument("--all", action="store_true",
                         help="every generation, as one chip and as a host")
-    parser.add_argument("--target", default="t5-v1_1-xxl", help="name of a public size")
+    parser.add_argument("--target", default="t5-v1_1-xxl",
+                        help="name of a public size, or a checkpoint's directory, of any layout")
     parser.add_argument("--draft", default="t5-v1_1-small", help="the same; none is plain decoding")
     parser.add_argument("--slots", type=_integer(1), default=1, help="requests that run at once")
     parser.add_argument("--source", type=_integer(1), default=512, help="longest source")

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,8 @@ import tqdm
 
 from tpuspec import platform
 from tpuspec.chips import CHIPS
-from tpuspec.config import EngineConfig, Quantization
-from tpuspec.presets import preset
+from tpuspec.config import EngineConfig, Quantization, T5Config
+from tpuspec.presets import PRESETS, preset
 
 if TYPE_CHECKING:
     from tpuspec.program_report import ProgramReport
@@ -26,8 +27,9 @@ tools/kernel_report.py finds them; launches, and options of requests, are left o
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 1 if a pair does not fit."""
-    target = preset(args.target)
-    draft = None if args.draft == "none" else preset(args.draft)
+    platform.prepare_compiler()
+    target = _configuration(args.target)
+    draft = None if args.draft == "none" else _configuration(args.draft)
     dtype = args.dtype
     if dtype == "int8":
         target = dataclasses.replace(target, quantization=Quantization.INT8)
@@ -43,7 +45,6 @@ def run(args: argparse.Namespace) -> int:
     if args.all:
         topologies = [name + host for name, chip in CHIPS.items()
                       for host in ("", ":" + chip.host)]
-    platform.prepare_compiler()
     from tpuspec import program_report
     from tpuspec.tpu_compiler import Topology
 
@@ -70,6 +71,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(ASSUMED)
     return 0 if all(found.fits for found in reports) else 1
+
+
+def _configuration(model: str) -> T5Config:
+    """Of a public size, or of a checkpoint of any layout; its weights are not read."""
+    if model in PRESETS or not os.path.isdir(model):
+        return preset(model)
+    from tpuspec import model_sources
+
+    return model_sources.describe(model).config
 
 
 def _text(found: "ProgramReport", args: argparse.Namespace) -> str:

@@ -392,6 +392,7 @@ def test_stored_figures_hold() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_all_stored_figures_hold() -> None:
     pytest.importorskip("libtpu")
     check_rows([(name, g) for name in kernel_cases.CASES for g in GENERATIONS if g != "v4"])

@@ -2,11 +2,15 @@
 ``tests/test_program_report.py``."""
 
 import json
+from pathlib import Path
 
 import pytest
 from harness import run_cli
 
-from tpuspec import platform, program_report
+import tpuspec
+from tpuspec import checkpoint, platform, program_report
+from tpuspec.config import T5Config
+from tpuspec.presets import preset
 from tpuspec.program_report import ProgramReport, ProgramRow
 from tpuspec.serving import compile as compile_command
 from tpuspec.serving.cli import make_parser
@@ -27,8 +31,9 @@ ROW = ProgramRow(name="draft pass", hbm_bytes=2**30, temporary_bytes=2**20, floo
                  floor_ms=0.5, estimate_ms=1.0, collectives=3, compile_seconds=2.0, by_scope={})
 
 
-def fake_report(fits: bool):
+def fake_report(fits: bool, models: list[T5Config | None]):
     def report(topology, target, draft, config, *, dtype, mesh_shape, progress):
+        models[:] = target, draft
         progress("draft pass", 0, 1)
         return ProgramReport(
             topology=f"{topology.generation}", mesh=mesh_shape, slots=config.slots,
@@ -45,8 +50,9 @@ def run(monkeypatch, capsys):
     """Flags -> (exit code, standard output) with a report that is made up."""
     monkeypatch.setattr(platform, "prepare_compiler", lambda: None)
 
-    def run(*flags: str, fits: bool = True):
-        monkeypatch.setattr(program_report, "report", fake_report(fits))
+    def run(*flags: str, fits: bool = True, models=None):
+        monkeypatch.setattr(program_report, "report", fake_report(
+            fits, [] if models is None else models))
         args = make_parser().parse_args(["compile", *flags])
         return compile_command.run(args), capsys.readouterr().out
     return run
@@ -72,3 +78,13 @@ def test_json_and_the_exit_code_of_what_does_not_fit(run):
     code, out = run("--json", "--all")
     assert [d["topology"] for d in json.loads(out)] == ["v4", "v4", "v5e", "v5e", "v5p", "v5p",
                                                         "v6e", "v6e"]
+
+
+def test_models_are_public_sizes_or_directories(run, tmp_path):
+    directory = Path(tpuspec.__file__).parent / "demo_pair" / "target"
+    models: list[T5Config | None] = []
+    code, out = run("--target", str(directory), "--draft", "t5-v1_1-small", models=models)
+    assert code == 0 and f"{directory} with t5-v1_1-small on v4" in out
+    assert models == [checkpoint.describe(directory).config, preset("t5-v1_1-small")]
+    with pytest.raises(ValueError, match=f"no checkpoint at {tmp_path}"):
+        run("--target", str(tmp_path))
