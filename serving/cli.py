@@ -4,7 +4,9 @@ JAX, and what needs it, is imported only by the command that uses it.
 """
 
 import argparse
+import difflib
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
@@ -31,6 +33,11 @@ def _run(args: argparse.Namespace) -> int:
             if sys.stderr.isatty():
                 print("starting JAX, which takes some seconds ...", file=sys.stderr)
         return importlib.import_module(f"tpuspec.serving.{args.command}").run(args)
+    except BrokenPipeError:
+        # Whoever read has enough, as in `tpuspec plan | head -1`. The rest, which the interpreter
+        # would write at its end, goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError) as error:
         print(f"tpuspec {args.command}: {error}", file=sys.stderr)
         return 1
@@ -44,9 +51,37 @@ def _run(args: argparse.Namespace) -> int:
         return 1
 
 
+class _Help(argparse.HelpFormatter):
+    """Says what a flag is if it is not given, where that is something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        if (not action.option_strings or default in (None, "", (), 0.0, argparse.SUPPRESS)
+                or isinstance(default, bool | dict)):
+            return action.help
+        shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+        return f"{action.help or ''} (default: {shown})".lstrip().replace("%", "%%")
+
+
+class _Parser(argparse_flags.ArgumentParser):
+    """Whoever mistypes a flag is shown the flags of the command, and the nearest one."""
+
+    def __init__(self, **options: object):
+        super().__init__(**{"formatter_class": _Help, "allow_abbrev": False} | options)
+
+    def parse_known_args(self, args=None, namespace=None):
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            flag, flags = unknown[0].partition("=")[0], self._option_string_actions
+            near = [known for known in flags if known.startswith(flag)] or (
+                difflib.get_close_matches(flag, flags, n=1))
+            self.error("unrecognized arguments: " + " ".join(unknown)
+                       + (f"; did you mean {near[0]}?" if near else ""))
+        return found, unknown
+
+
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse_flags.ArgumentParser(
-        prog="tpuspec", description="Exact speculative decoding of T5 models.")
+    parser = _Parser(prog="tpuspec", description="Exact speculative decoding of T5 models.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary, add_flags in (
             ("serve", "serve a pair over gRPC", _serve_flags),
@@ -88,8 +123,8 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
                         default=_SHAPES.max_target_length,
                         help="most new tokens of a request")
     parser.add_argument("--draft_lengths", type=_integers(0),
-                        default=_SHAPES.draft_lengths,
-                        help="compiled draft lengths, beginning with 0")
+                        help="compiled draft lengths, beginning with 0; if not given, 0 and the "
+                             "draft length, or several to choose from with auto")
     parser.add_argument("--draft_length", type=_integer_or_auto, default=_SHAPES.draft_length,
                         metavar="N|auto", help="of requests that name none; auto chooses before "
                         "every target run, by what was accepted and how long runs take")
@@ -236,7 +271,8 @@ def _convert_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tolerance", type=_number(0.0),
                         help="of the check: a share of the largest logit; by the dtype of the "
                              "weights, if not given")
-    parser.add_argument("--json", action="store_true", help="its report as one JSON document")
+    parser.add_argument("--json", action="store_true", help="what was made, or what --check "
+                        "found, as one JSON document")
     parser.set_defaults(platform="cpu")
 
 
@@ -303,7 +339,8 @@ def _certificate_flags(parser: argparse.ArgumentParser, whose: str) -> None:
 
 def _model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="DIR", help="checkpoint; without it the bundled pair")
-    parser.add_argument("--draft", metavar="DIR", help="checkpoint; without it plain decoding")
+    parser.add_argument("--draft", metavar="DIR",
+                        help="checkpoint; a target without one decodes plainly")
     parser.add_argument("--platform", choices=("cpu", "tpu"), help="must be present")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "int8"),
                         help="bfloat16 on TPU and float32 elsewhere, if not given; int8 is the "

@@ -7,10 +7,12 @@ import sys
 
 import tqdm
 
+from tpuspec import checkpoint
 from tpuspec.config import Activation, Quantization
 from tpuspec.conversion import convert
 from tpuspec.conversion_check import CheckReport, check
 from tpuspec.model_sources import open_source
+from tpuspec.serving.inspect import describe
 from tpuspec.vocabulary_files import read_vocabulary
 
 
@@ -39,7 +41,11 @@ def run(args: argparse.Namespace) -> int:
             bar.close()
             print("not finished: the same command goes on from here", file=sys.stderr)
             raise
+    facts = describe(checkpoint.describe(args.out))
     if args.check is None:
+        print(json.dumps(facts, ensure_ascii=False, indent=1) if args.json else
+              f"{args.out}: {facts['family']}, {facts['parameters']:,} parameters, "
+              f"{facts['quantization'] or facts['dtype']}")
         return 0
     report = check(args.out, args.check, tolerance=args.tolerance)
     print(json.dumps(report.to_json(), indent=1) if args.json else _shown(report))

@@ -23,7 +23,7 @@ from tpuspec.serving.server import Server
 TRANSLATE, RESTORE = "translate English to German: ", "restore: "
 SOURCES = (
     TRANSLATE + "Where is the nearest train station?",
-    TRANSLATE + "I would like to learn German because my grandmother lives in Berlin.",
+    TRANSLATE + "I would like to learn German because my friend speaks it.",
     TRANSLATE + "She has been waiting for you for more than two hours.",
     TRANSLATE + "He asked me if I could help him.",
     TRANSLATE + "Can you tell me why you did not come to school yesterday?",

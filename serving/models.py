@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import tqdm
+from absl import logging
 
 from tpuspec import checkpoint, memory, platform
 from tpuspec import mesh as mesh_lib
@@ -24,6 +25,8 @@ from tpuspec.quantization import load_int8
 from tpuspec.serving.service import ModelInfo
 from tpuspec.vocabulary import Vocabulary
 from tpuspec.vocabulary_files import find_vocabulary
+
+_LOG_SECONDS = 10
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,7 +144,8 @@ def _keep_compiled_programs() -> None:
 
 
 def warm_up(engine: Engine, *, measure: bool = True) -> None:
-    """Compiles all programs and, unless told not to, times them; progress on a terminal."""
+    """Compiles all programs and, unless told not to, times them. Progress on a terminal, and
+    in the log now and then, for whoever starts a server elsewhere."""
     with tqdm.tqdm(desc="warming up", unit="program", file=sys.stderr, leave=False,
                    disable=not sys.stderr.isatty()) as bar:
 
@@ -149,6 +153,8 @@ def warm_up(engine: Engine, *, measure: bool = True) -> None:
             bar.set_description_str(f"warming up: {what}")
             bar.total, bar.n = total, done
             bar.refresh()
+            logging.log_every_n_seconds(logging.INFO, "%s: %d of %d programs", _LOG_SECONDS,
+                                        what, done, total)
 
         engine.compile(progress)
         if measure:

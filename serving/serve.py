@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import socket
 
 from absl import logging
 
@@ -15,13 +16,17 @@ def run(args: argparse.Namespace) -> int:
     security = ServerSecurity(
         certificate=args.tls_certificate, key=args.tls_key, client_ca=args.tls_client_ca,
         tokens=args.token_file)
-    security.check()  # before anything is loaded
+    # Before anything is loaded and compiled, which takes minutes:
+    security.check()
+    for port in (args.port, args.metrics_port):
+        if port:
+            _check_free(args.host, port)
     with models.pair(args.target, args.draft) as pair:
         plain = pair.draft is None
         config = EngineConfig(
             slots=args.slots, source_buckets=args.source_buckets,
             max_target_length=args.max_target_length,
-            draft_lengths=(0,) if plain else args.draft_lengths,
+            draft_lengths=(0,) if plain else args.draft_lengths or _ladder(args.draft_length),
             draft_length=0 if plain else args.draft_length)
         served = models.load(pair, config, dtype=args.dtype, mesh_shape=args.mesh)
     if args.log_json:
@@ -31,6 +36,21 @@ def run(args: argparse.Namespace) -> int:
     logging.info("compiling; the port opens when this is done")
     models.warm_up(served.engine)
     return asyncio.run(_serve(served, args, security))
+
+
+def _ladder(draft_length: int | None) -> tuple[int, ...]:
+    """To compile, where none is named: a request that takes fewer drafts runs in the program of
+    the next longer length. Only where lengths are chosen, or none is given, are several needed."""
+    return (0, draft_length) if draft_length else EngineConfig().draft_lengths
+
+
+def _check_free(host: str, port: int) -> None:
+    """Raises OSError if nobody could listen there now."""
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(address[:2], family=family).close()
+    except OSError as error:
+        raise OSError(f"cannot listen on {host}:{port}: {error}") from None
 
 
 async def _serve(served: models.Served, args: argparse.Namespace,

@@ -29,7 +29,7 @@ def test_example_of_the_readme_prints_what_plain_decoding_gives(capsys):
     lines = capsys.readouterr().out.splitlines()
     with local.open_engine(slots=2, source_buckets=(32,), max_new_tokens=32) as engine:
         sources = ["translate English to German: " + text
-                   for text in ("Good morning.", "I am cold.")]
+                   for text in ("I am hungry.", "Can you help me?")]
         plain = [answer.text for answer in engine.generate(sources, draft_length=0)]
     assert [line.rsplit(" ", 2)[0] for line in lines] == plain
     assert [line.rsplit(" ", 1)[1] for line in lines] == ["eos", "eos"]

@@ -163,7 +163,9 @@ def test_inspect_describes_what_is_not_converted_yet_and_verifies_what_is(tmp_pa
         before = facts(str(source))
         assert (before["layout"], before["family"]) == ("huggingface", name)
         converted(source, made)
+        said = capsys.readouterr().out
         after = facts(str(made), "--verify")
+        assert said == f"{made}: {name}, {after['parameters']:,} parameters, float32\n"
         assert after["verified"] and after["layout"] == "tpuspec"
         for same in ("family", "parameters", "dtype", "bytes_on_device", "tied", "model"):
             assert before[same] == after[same]

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -32,6 +33,8 @@ def test_help_is_instant_and_imports_no_jax(args):
 
 @pytest.mark.parametrize("args, message", [
     ([], "COMMAND"), (["sing"], "invalid choice"), (["serve", "--prot", "1"], "unrecognized"),
+    (["generate", "--temp=0"], "tpuspec generate: error: unrecognized arguments: --temp=0; did "
+     "you mean --temperature?"),
     (["serve", "--port", "99999"], r"must be in [0, 65535], got 99999"),
     (["serve", "--mesh", "2"], "must be 2 numbers, got 2"),
     (["demo", "--draft_length", "0"], "must be at least 1, got 0"),
@@ -40,6 +43,33 @@ def test_wrong_flags_exit_with_2(args, message):
     result = run_cli(*args)
     assert result.returncode == 2
     assert message in result.stderr
+
+
+def test_help_says_what_a_flag_is_if_it_is_not_given():
+    serve = next(action for action in make_parser()._actions if action.dest == "command")
+    text = serve.choices["serve"].format_help()
+    assert "0 is a free one (default: 8500)" in text
+    assert "source (default: 32,128,512)" in text and "default: None" not in text
+
+
+@pytest.mark.parametrize("flag", ["--port", "--metrics_port"])
+def test_a_port_in_use_is_found_before_anything_is_loaded(flag):
+    with socket.create_server(("localhost", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run_cli("serve", "--target", "nothing_here", flag, str(port))
+    assert result.returncode == 1
+    assert f"cannot listen on localhost:{port}: " in result.stderr
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path):
+    code = ("import sys; from tpuspec.serving.cli import main; sys.stdin.read(); main()")
+    process = subprocess.Popen([sys.executable, "-c", code, "plan", "--alpha", "0.7", "--c", "0.1",
+                                "--json"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    process.stdin.close()
+    assert process.wait(60) == 1 and process.stderr.read() == ""
+    process.stderr.close()
 
 
 @pytest.mark.parametrize("command", [["generate"], ["batch", "--input", "a", "--output", "b"]])
