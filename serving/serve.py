@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
             slots=args.slots, source_buckets=args.source_buckets,
             max_target_length=args.max_target_length,
             draft_lengths=(0,) if plain else args.draft_lengths,
-            draft_length=0 if plain else args.draft_length)
+            draft_length=0 if plain else args.draft_length, sampler=args.sampler)
         served = models.load(pair, config, dtype=args.dtype, mesh_shape=args.mesh)
     logging.set_verbosity(logging.INFO)
     logging.info("platform %s, devices: %s", served.info.platform, ", ".join(served.info.devices))
@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
 async def _serve(served: models.Served, args: argparse.Namespace,
                  security: ServerSecurity) -> int:
     server = Server(served.engine, served.vocabulary, served.info, queue_limit=args.queue_limit,
-                    security=security, reflect=not args.no_reflection)
+                    queue_tokens=args.queue_tokens, security=security,
+                    reflect=not args.no_reflection)
     if args.metrics_port is not None:
         port = server.metrics.serve(args.host, args.metrics_port)
         logging.info("metrics on http://%s:%d/metrics", args.host, port)

@@ -139,6 +139,7 @@ def test_live_rows_are_untouched_by_empty_slots_full_of_nan():
     for slots in ([0, 1, 2], [1, 2, 3], [3, 0, 2]):
         engine._state = dataclasses.replace(
             engine._state, target_cache=poison[0], draft_cache=poison[1])
+        engine._sources.clear()  # what slots hold is not theirs any more
         poison = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), poison)
         assert [r.ids for r in run(engine, jobs, slots)] == alone
 
@@ -156,6 +157,39 @@ def test_a_new_request_does_not_see_the_previous_tenant_of_its_slot():
     engine.release(0)
     assert solo(engine, short).ids == fresh[id(short)]
     in_flight.read()
+
+
+def test_source_that_a_slot_still_holds_is_not_encoded_again(monkeypatch):
+    """Samples of one source, a request that comes again, and what others have overwritten."""
+    def engine() -> Engine:
+        return engine_with(rand(0, **RAND), rand_draft("noisy"))
+
+    samples = [dataclasses.replace(rand_jobs(4)[3], sampling=RANDOM, seed=i) for i in range(4)]
+    other = rand_jobs(3)[2]
+    alone = [solo(engine(), job).ids for job in samples]
+    assert len(set(map(tuple, alone))) == 4
+    it, ran = engine(), []
+    program = it._run
+    monkeypatch.setattr(it, "_run", lambda key, *args: (ran.append(key[0]), program(key, *args))[1])
+
+    def entered() -> list[str]:
+        found = [name for name in ran if name in ("insert", "copy")]
+        ran.clear()
+        return found
+
+    assert [r.ids for r in run(it, samples)] == alone
+    assert entered() == ["insert", "copy", "copy", "copy"]
+    assert solo(it, samples[1], slot=0).ids == alone[1]  # in a slot that holds it itself
+    it.insert(3, samples[0].source, sampling=RANDOM, seed=9, max_new_tokens=32, eos_ids=(),
+              draft_length=4)
+    it.step().read()
+    it.release(3)  # and one that was left in the middle
+    assert solo(it, samples[2], slot=3).ids == alone[2]
+    assert entered() == ["copy"] * 3
+    run(it, [other] * 4)
+    assert entered() == ["insert", "copy", "copy", "copy"]
+    assert [r.ids for r in run(it, samples, [3, 0, 2, 1])] == alone
+    assert entered() == ["insert", "copy", "copy", "copy"]
 
 
 def test_a_late_result_of_a_dead_request_does_not_end_its_successor():
