@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from engines import LONG, SMALL, TINY, Job, engine_with, run, solo
 from flax import nnx
-from programmable import anti, count, fixed, rand, recast
+from programmable import anti, chain_config, count, fixed, rand, recast
 
 from tpuspec.config import EngineConfig
 from tpuspec.decode_state import FinishReason
 from tpuspec.engine import Engine
+from tpuspec.kv_cache import DecoderCache
 from tpuspec.sampling import SamplingParams
 from tpuspec.speculative_step import read
 from tpuspec.t5 import T5
@@ -190,6 +191,22 @@ def test_source_that_a_slot_still_holds_is_not_encoded_again(monkeypatch):
     assert entered() == ["insert", "copy", "copy", "copy"]
     assert [r.ids for r in run(it, samples, [3, 0, 2, 1])] == alone
     assert entered() == ["insert", "copy", "copy", "copy"]
+
+
+@pytest.mark.parametrize("layout", [{}, dict(tiled=True), dict(tiled=True, stacked=True)], ids=str)
+def test_copied_source_touches_one_slot_in_every_layout_of_the_cache(layout):
+    config = chain_config(d_kv=64, num_heads=2, num_decoder_layers=2)
+    cache = DecoderCache.zeros(config, slots=3, positions=4, source_positions=4,
+                               dtype=jnp.float32, **layout)
+    rng = np.random.default_rng(0)
+    cache = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), cache)
+    copied = cache.copy_source(jnp.int32(2), jnp.int32(0))
+    for name in ("self_k", "self_v", "cross_k", "cross_v"):
+        for before, after in zip(getattr(cache, name), getattr(copied, name), strict=True):
+            before, after = (np.moveaxis(np.asarray(x), x.ndim - 4, 0) for x in (before, after))
+            expected = before[2] if name.startswith("cross") else np.zeros_like(before[0])
+            np.testing.assert_array_equal(after[0], expected)
+            np.testing.assert_array_equal(after[1:], before[1:])
 
 
 def test_a_late_result_of_a_dead_request_does_not_end_its_successor():
