@@ -38,7 +38,7 @@ class TokenIds(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Sampling(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "banned_ids", "allowed_ids")
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "banned_ids", "allowed_ids", "lenience")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +56,7 @@ class Sampling(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
     BANNED_IDS_FIELD_NUMBER: _ClassVar[int]
     ALLOWED_IDS_FIELD_NUMBER: _ClassVar[int]
+    LENIENCE_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     top_k: int
     top_p: float
@@ -66,10 +67,11 @@ class Sampling(_message.Message):
     logit_bias: _containers.ScalarMap[int, float]
     banned_ids: _containers.RepeatedScalarFieldContainer[int]
     allowed_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., banned_ids: _Optional[_Iterable[int]] = ..., allowed_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    lenience: float
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., banned_ids: _Optional[_Iterable[int]] = ..., allowed_ids: _Optional[_Iterable[int]] = ..., lenience: _Optional[float] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "sampling", "seed", "max_new_tokens", "eos_ids", "ignore_eos", "stop", "draft_length", "min_new_tokens", "logprobs", "decoder_text", "decoder_token_ids", "label")
+    __slots__ = ("request_id", "text", "token_ids", "sampling", "seed", "max_new_tokens", "eos_ids", "ignore_eos", "stop", "draft_length", "min_new_tokens", "logprobs", "decoder_text", "decoder_token_ids", "label", "n", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +87,8 @@ class GenerateRequest(_message.Message):
     DECODER_TEXT_FIELD_NUMBER: _ClassVar[int]
     DECODER_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LABEL_FIELD_NUMBER: _ClassVar[int]
+    N_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -100,7 +104,9 @@ class GenerateRequest(_message.Message):
     decoder_text: str
     decoder_token_ids: TokenIds
     label: str
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., stop: _Optional[_Iterable[str]] = ..., draft_length: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., decoder_text: _Optional[str] = ..., decoder_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., label: _Optional[str] = ...) -> None: ...
+    n: int
+    priority: int
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., max_new_tokens: _Optional[int] = ..., eos_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., stop: _Optional[_Iterable[str]] = ..., draft_length: _Optional[int] = ..., min_new_tokens: _Optional[int] = ..., logprobs: _Optional[int] = ..., decoder_text: _Optional[str] = ..., decoder_token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., label: _Optional[str] = ..., n: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class TokenLogprob(_message.Message):
     __slots__ = ("id", "logprob")
@@ -165,7 +171,7 @@ class Timings(_message.Message):
     def __init__(self, queue_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., decode_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ...) -> None: ...
 
 class Finish(_message.Message):
-    __slots__ = ("reason", "stop", "source_tokens", "new_tokens", "seed", "draft_length", "timings", "predicted_speedup", "observed_speedup", "decode_tokens")
+    __slots__ = ("reason", "stop", "source_tokens", "new_tokens", "seed", "draft_length", "timings", "predicted_speedup", "observed_speedup", "decode_tokens", "inexact")
     REASON_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     SOURCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +182,7 @@ class Finish(_message.Message):
     PREDICTED_SPEEDUP_FIELD_NUMBER: _ClassVar[int]
     OBSERVED_SPEEDUP_FIELD_NUMBER: _ClassVar[int]
     DECODE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    INEXACT_FIELD_NUMBER: _ClassVar[int]
     reason: FinishReason
     stop: str
     source_tokens: int
@@ -186,10 +193,11 @@ class Finish(_message.Message):
     predicted_speedup: float
     observed_speedup: float
     decode_tokens: int
-    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop: _Optional[str] = ..., source_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., draft_length: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., predicted_speedup: _Optional[float] = ..., observed_speedup: _Optional[float] = ..., decode_tokens: _Optional[int] = ...) -> None: ...
+    inexact: bool
+    def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., stop: _Optional[str] = ..., source_tokens: _Optional[int] = ..., new_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., draft_length: _Optional[int] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., predicted_speedup: _Optional[float] = ..., observed_speedup: _Optional[float] = ..., decode_tokens: _Optional[int] = ..., inexact: bool = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "tokens", "text", "drafted", "accepted", "speculation", "finish")
+    __slots__ = ("request_id", "tokens", "text", "drafted", "accepted", "speculation", "finish", "index")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -197,6 +205,7 @@ class GenerateResponse(_message.Message):
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tokens: _containers.RepeatedCompositeFieldContainer[Token]
     text: str
@@ -204,14 +213,15 @@ class GenerateResponse(_message.Message):
     accepted: int
     speculation: Speculation
     finish: Finish
-    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., text: _Optional[str] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ...) -> None: ...
+    index: int
+    def __init__(self, request_id: _Optional[str] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., text: _Optional[str] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., finish: _Optional[_Union[Finish, _Mapping]] = ..., index: _Optional[int] = ...) -> None: ...
 
 class GetModelRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class Limits(_message.Message):
-    __slots__ = ("slots", "queue", "source_buckets", "max_new_tokens", "draft_lengths", "default_draft_length", "vocabulary_size", "message_bytes")
+    __slots__ = ("slots", "queue", "source_buckets", "max_new_tokens", "draft_lengths", "default_draft_length", "vocabulary_size", "message_bytes", "queue_tokens")
     SLOTS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_FIELD_NUMBER: _ClassVar[int]
     SOURCE_BUCKETS_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +230,7 @@ class Limits(_message.Message):
     DEFAULT_DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_TOKENS_FIELD_NUMBER: _ClassVar[int]
     slots: int
     queue: int
     source_buckets: _containers.RepeatedScalarFieldContainer[int]
@@ -228,7 +239,8 @@ class Limits(_message.Message):
     default_draft_length: int
     vocabulary_size: int
     message_bytes: int
-    def __init__(self, slots: _Optional[int] = ..., queue: _Optional[int] = ..., source_buckets: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., draft_lengths: _Optional[_Iterable[int]] = ..., default_draft_length: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., message_bytes: _Optional[int] = ...) -> None: ...
+    queue_tokens: int
+    def __init__(self, slots: _Optional[int] = ..., queue: _Optional[int] = ..., source_buckets: _Optional[_Iterable[int]] = ..., max_new_tokens: _Optional[int] = ..., draft_lengths: _Optional[_Iterable[int]] = ..., default_draft_length: _Optional[int] = ..., vocabulary_size: _Optional[int] = ..., message_bytes: _Optional[int] = ..., queue_tokens: _Optional[int] = ...) -> None: ...
 
 class Cost(_message.Message):
     __slots__ = ("method", "target_ms", "draft_ms", "c", "verify_widening", "step_ms")
@@ -261,7 +273,7 @@ class Cost(_message.Message):
     def __init__(self, method: _Optional[str] = ..., target_ms: _Optional[float] = ..., draft_ms: _Optional[float] = ..., c: _Optional[float] = ..., verify_widening: _Optional[_Mapping[int, float]] = ..., step_ms: _Optional[_Mapping[int, float]] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("active_slots", "queued", "accepted", "refused", "finished", "cancelled", "failed", "compilations")
+    __slots__ = ("active_slots", "queued", "accepted", "refused", "finished", "cancelled", "failed", "compilations", "queued_tokens")
     ACTIVE_SLOTS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +282,7 @@ class Load(_message.Message):
     CANCELLED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     COMPILATIONS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     active_slots: int
     queued: int
     accepted: int
@@ -278,10 +291,11 @@ class Load(_message.Message):
     cancelled: int
     failed: int
     compilations: int
-    def __init__(self, active_slots: _Optional[int] = ..., queued: _Optional[int] = ..., accepted: _Optional[int] = ..., refused: _Optional[int] = ..., finished: _Optional[int] = ..., cancelled: _Optional[int] = ..., failed: _Optional[int] = ..., compilations: _Optional[int] = ...) -> None: ...
+    queued_tokens: int
+    def __init__(self, active_slots: _Optional[int] = ..., queued: _Optional[int] = ..., accepted: _Optional[int] = ..., refused: _Optional[int] = ..., finished: _Optional[int] = ..., cancelled: _Optional[int] = ..., failed: _Optional[int] = ..., compilations: _Optional[int] = ..., queued_tokens: _Optional[int] = ...) -> None: ...
 
 class GetModelResponse(_message.Message):
-    __slots__ = ("name", "version", "platform", "devices", "target_config_json", "draft_config_json", "eos_id", "limits", "cost", "speculation", "load")
+    __slots__ = ("name", "version", "platform", "devices", "target_config_json", "draft_config_json", "eos_id", "limits", "cost", "speculation", "load", "sampler")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     PLATFORM_FIELD_NUMBER: _ClassVar[int]
@@ -293,6 +307,7 @@ class GetModelResponse(_message.Message):
     COST_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     LOAD_FIELD_NUMBER: _ClassVar[int]
+    SAMPLER_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     platform: str
@@ -304,4 +319,5 @@ class GetModelResponse(_message.Message):
     cost: Cost
     speculation: Speculation
     load: Load
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., target_config_json: _Optional[str] = ..., draft_config_json: _Optional[str] = ..., eos_id: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., cost: _Optional[_Union[Cost, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
+    sampler: str
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., target_config_json: _Optional[str] = ..., draft_config_json: _Optional[str] = ..., eos_id: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., cost: _Optional[_Union[Cost, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., sampler: _Optional[str] = ...) -> None: ...

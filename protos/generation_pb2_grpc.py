@@ -50,7 +50,8 @@ class GenerationServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Streams the output of one request. Exactly one message, the last, has `finish`.
+        """Streams the output of one request. Exactly one message, the last, has `finish` (with `n`, one
+        for each sample).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

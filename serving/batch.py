@@ -24,7 +24,8 @@ from tpuspec.serving.storage import File
 
 _OWN = ("seed", "max_new_tokens", "draft_length")  # a line may name them; else the engine's
 # What a later run of the job may not change. Slots and mesh it may.
-_SETTINGS = (*OPTIONS, "seed", "max_new_tokens", "draft_length", "source_buckets", "ids")
+_SETTINGS = (*OPTIONS, "seed", "max_new_tokens", "draft_length", "source_buckets", "ids",
+             "sampler")
 
 
 class _BadLine(Exception):
@@ -83,7 +84,7 @@ def _answer_all(args: argparse.Namespace, pair: models.Pair, source: File, surve
         engine = stack.enter_context(local.start(
             pair, slots=args.slots, source_buckets=args.source_buckets,
             max_new_tokens=args.max_new_tokens, draft_length=args.draft_length,
-            dtype=args.dtype, mesh=args.mesh))
+            dtype=args.dtype, mesh=args.mesh, sampler=args.sampler))
         engine.check(make_request([1], **defaults))  # no line can do with bad flags
         rows = stack.enter_context(contextlib.closing(batch_input.read(
             source, defaults | dict.fromkeys(_OWN), job.settings["seed"])))
@@ -92,7 +93,8 @@ def _answer_all(args: argparse.Namespace, pair: models.Pair, source: File, surve
             dynamic_ncols=True, disable=not sys.stderr.isatty()))
         stack.callback(job.save)
         before, failed, tokens, began = job.done, 0, 0, time.monotonic()
-        for number, row, result in _answers(engine, rows, job):
+        most_samples = 1 if batch_input.split_name(File(args.output))[1] == "text" else None
+        for number, row, result in _answers(engine, rows, job, most_samples):
             if isinstance(result, Failure):
                 if args.strict:
                     raise _BadLine(f"line {number}: "
@@ -106,9 +108,13 @@ def _answer_all(args: argparse.Namespace, pair: models.Pair, source: File, surve
         return _rates(job.done - before, tokens, time.monotonic() - began)
 
 
-def _answers(engine: BatchEngine, rows: Iterable[Row | None], job: Job,
+def _answers(engine: BatchEngine, rows: Iterable[Row | None], job: Job, most_samples: int | None,
              ) -> Iterator[tuple[int, Row | None, Answer | Failure | None]]:
-    """Lines that have no record with their results, as these come; blank lines have none."""
+    """Lines that have no record with their results, as these come; blank lines have none.
+
+    Args:
+      most_samples: of a line, that the output has a place for; None is any number.
+    """
     waiting: dict[int, tuple[int, Row]] = {}
     blank: list[int] = []
 
@@ -121,7 +127,13 @@ def _answers(engine: BatchEngine, rows: Iterable[Row | None], job: Job,
                 blank.append(number)
             else:
                 waiting[next(places)] = number, row
-                yield row.request
+                request = row.request
+                if (most_samples is not None and isinstance(request, pb.GenerateRequest)
+                        and request.n > most_samples):
+                    yield Failure("INVALID_ARGUMENT", f"line {number}: n must be {most_samples} "
+                                  f"with an output of text, got {request.n}")
+                else:
+                    yield request
 
     for place, result in engine.completed(requests()):
         yield *waiting.pop(place), result

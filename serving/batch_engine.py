@@ -50,13 +50,14 @@ class Answer:
     """One output.
 
     Attributes:
-      request: what was asked, with the seed and the draft length used.
+      request: what was asked, with the seed and the draft length used; of this sample.
       text: without the stop string; empty for a model without a vocabulary.
       token_ids: the end id included.
       logprobs: of each token, if asked for, else empty.
       top_logprobs: the same of the most likely ids at each token's place, with their ids.
       finish: why it ended, and how long it took.
       stats: counters; ``stats.alpha``, ``stats.tokens_per_target_run``.
+      others: the further samples of a request with ``n`` above 1.
     """
 
     request: Request
@@ -66,6 +67,19 @@ class Answer:
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
     finish: Finish
     stats: SpeculationStats
+    others: tuple["Answer", ...] = ()
+
+    @classmethod
+    def of(cls, request: Request, chunks: Sequence[TokenChunk]) -> "Answer":
+        """Of all chunks of one sample."""
+        tokens, last = [token for chunk in chunks for token in chunk.tokens], chunks[-1]
+        assert last.finish is not None
+        return cls(
+            request=request.sample(last.index), text="".join(token.text for token in tokens),
+            token_ids=tuple(token.id for token in tokens),
+            logprobs=tuple(t.logprob for t in tokens if t.logprob is not None),
+            top_logprobs=tuple(token.top_logprobs for token in tokens),
+            finish=last.finish, stats=last.stats)
 
 
 class _Place:
@@ -78,30 +92,28 @@ class _Place:
         self.result: Answer | Failure | None = None
         self.given = False  # to the caller
         self._done = done
-        self._chunks: list[TokenChunk] = []
+        self._chunks: dict[int, list[TokenChunk]] = collections.defaultdict(list)
+        self._finished = 0
 
     def order(self) -> tuple[tuple[int, int], int]:
         """What requests are sorted by."""
         return self.program, 0 if self.request is None else len(self.request.source)
 
     def put(self, chunk: TokenChunk) -> None:
-        self._chunks.append(chunk)
-        if chunk.finish is not None:
-            assert self.request is not None
-            tokens = [token for chunk in self._chunks for token in chunk.tokens]
-            self.end(Answer(
-                request=self.request, text="".join(token.text for token in tokens),
-                token_ids=tuple(token.id for token in tokens),
-                logprobs=tuple(t.logprob for t in tokens if t.logprob is not None),
-                top_logprobs=tuple(token.top_logprobs for token in tokens),
-                finish=chunk.finish, stats=chunk.stats))
+        assert self.request is not None
+        self._chunks[chunk.index].append(chunk)
+        self._finished += chunk.finish is not None
+        if self._finished == self.request.n:
+            first, *others = (Answer.of(self.request, self._chunks[index])
+                              for index in range(self.request.n))
+            self.end(dataclasses.replace(first, others=tuple(others)))
 
     def fail(self, error: RequestError) -> None:
         self.end(Failure.of(error))
 
     def end(self, result: Answer | Failure) -> None:
         self.result = result
-        self._chunks = []
+        self._chunks.clear()
         self._done.put(self)
 
 
@@ -131,7 +143,7 @@ class BatchEngine:
 
         Args:
           sources: texts or ids.
-          seed: source n (from 1) is sampled with ``line_seed(seed, n)``, as line n of a
+          seed: source k (from 1) is sampled with ``line_seed(seed, k)``, as line k of a
             ``tpuspec batch`` job; None draws fresh seeds, echoed in ``answer.request.seed``.
           parameters: the others of ``tpuspec.serving.client.make_request``.
 
@@ -198,7 +210,7 @@ class _Run:
         self._in_order: collections.deque[_Place] = collections.deque()  # from the first undone
         self._ready: collections.deque[_Place] = collections.deque()
         self._done: queue.SimpleQueue[_Place] = queue.SimpleQueue()
-        self._in_flight: dict[_Place, Ticket] = {}
+        self._in_flight: dict[_Place, Sequence[Ticket]] = {}
         self._program = (0, 0)
 
     def completed(self, messages: Iterable[pb.GenerateRequest | Failure],
@@ -223,8 +235,8 @@ class _Run:
 
     def cancel(self) -> None:
         """Frees the slots; what still comes is dropped with this object."""
-        for ticket in self._in_flight.values():
-            self._loop.cancel(ticket)
+        for tickets in self._in_flight.values():
+            self._loop.cancel(tickets)
 
     def _read(self, upcoming: Iterator[pb.GenerateRequest | Failure]) -> bool:
         """Takes in one window; False at the end."""
@@ -253,11 +265,14 @@ class _Run:
 
     def _submit(self) -> None:
         """Fills the engine's queue with requests of the program that runs."""
-        while self._ready and len(self._in_flight) < (_QUEUED + 1) * self._config.slots:
+        while self._ready:
             place = self._ready[0]
             if self._in_flight and place.program != self._program:
                 return  # when those of the other program have ended
             assert place.request is not None
+            samples = place.request.n + sum(map(len, self._in_flight.values()))
+            if samples > (_QUEUED + 1) * self._config.slots:
+                return
             self._ready.popleft()
             self._program = place.program
             self._in_flight[place] = self._loop.submit(place.request, place)

@@ -10,7 +10,7 @@ from tpuspec.measurement import SpeculationStats
 from tpuspec.serving.batch_engine import Answer
 from tpuspec.serving.batch_input import split_name
 from tpuspec.serving.batch_job import Job
-from tpuspec.serving.records import Failure, Row, logprobs
+from tpuspec.serving.records import Failure, Row, inexact, joined, logprobs
 from tpuspec.serving.scores import Scores
 from tpuspec.serving.storage import File, draft, write_text
 
@@ -32,12 +32,20 @@ def record(number: int, row: Row | None, result: Answer | Failure | None, *,
     if isinstance(result, Failure):
         return {"line": number, "error": {"id": row.id, "line": number, "error": {
             "code": result.code, "message": result.message}}}
+    samples = (result, *result.others)
+    stats = sum((sample.stats for sample in samples), SpeculationStats())
+    return {"line": number, "output": joined(row.id, [_sample(one, ids) for one in samples]),
+            "counts": [getattr(stats, name) for name in _COUNTS],
+            **({} if row.target is None else {"target": row.target})}
+
+
+def _sample(result: Answer, ids: bool) -> dict[str, Any]:
     request, stats = result.request, result.stats
-    output = {
-        "id": row.id,
+    return {
         "text": result.text,
         **({"token_ids": result.token_ids} if ids else {}),
         **logprobs(result.logprobs, result.top_logprobs),
+        **inexact(not request.sampling.exact),
         "finish_reason": result.finish.ending.value,
         "source_tokens": len(request.source),
         "new_tokens": stats.emitted,
@@ -46,9 +54,6 @@ def record(number: int, row: Row | None, result: Answer | Failure | None, *,
         "alpha": stats.alpha,
         "tokens_per_target_run": stats.tokens_per_target_run,
     }
-    return {"line": number, "output": output,
-            "counts": [getattr(stats, name) for name in _COUNTS],
-            **({} if row.target is None else {"target": row.target})}
 
 
 def write(job: Job, output: File, errors: File) -> dict[str, Any]:
@@ -87,13 +92,14 @@ def _write(records: Iterable[Mapping[str, Any]], folder: pathlib.Path,
                 answer = entry["output"]
                 print(" ".join(answer["text"].splitlines()) if as_text else _json(answer),
                       file=out)
-                reason = answer["finish_reason"]
-                reasons[reason] = reasons.get(reason, 0) + 1
+                samples = answer.get("samples", [answer])
+                for reason in (sample["finish_reason"] for sample in samples):
+                    reasons[reason] = reasons.get(reason, 0) + 1
                 for name, value in zip(_COUNTS, entry["counts"], strict=True):
                     totals[name] += value
                 if "target" in entry:
                     scores = scores or Scores()
-                    scores.add(answer["text"], entry["target"])
+                    scores.add(samples[0]["text"], entry["target"])  # what n = 1 gives
             else:
                 counts["skipped"] += 1
     stats = SpeculationStats(**totals)

@@ -156,7 +156,7 @@ async def _send(client: Client, request: pb.GenerateRequest, due: float) -> Samp
     first = last = 0.0
     gaps: list[float] = []
     tokens = 0
-    stats = SpeculationStats()
+    stats: dict[int, SpeculationStats] = {}  # by sample
     try:
         async with contextlib.aclosing(client.generate(request)) as responses:
             async for response in responses:
@@ -168,13 +168,13 @@ async def _send(client: Client, request: pb.GenerateRequest, due: float) -> Samp
                         first = now - due
                     last, tokens = now, tokens + new
                 s = response.speculation
-                stats = SpeculationStats(steps=s.target_runs, drafted=s.drafted,
-                                         accepted=s.accepted, examined=s.examined,
-                                         emitted=s.emitted)
+                stats[response.index] = SpeculationStats(
+                    steps=s.target_runs, drafted=s.drafted, accepted=s.accepted,
+                    examined=s.examined, emitted=s.emitted)
     except grpc.aio.AioRpcError as error:
         return Sample(code=error.code().name, tokens=tokens)
     return Sample(code="OK", first=first, total=time.monotonic() - due, gaps=tuple(gaps),
-                  tokens=tokens, stats=stats)
+                  tokens=tokens, stats=sum(stats.values(), SpeculationStats()))
 
 
 def summary(samples: Sequence[Sample], seconds: float, objective: Objective) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from absl import app, logging
 from absl.flags import argparse_flags
 
 from tpuspec import platform
-from tpuspec.config import Activation, EngineConfig, check_range
+from tpuspec.config import Activation, EngineConfig, Sampler, check_range
 
 _SHAPES = EngineConfig()
 
@@ -107,6 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _serve_flags(parser: argparse.ArgumentParser) -> None:
     _model_flags(parser)
+    _sampler_flag(parser)
     parser.add_argument("--host", default="localhost",
                         help="address to listen on; 0.0.0.0 is every IPv4 interface")
     parser.add_argument("--port", type=_integer(0, 65535), default=8500, help="0 is a free one")
@@ -116,6 +117,9 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
                         help="requests that run at once")
     parser.add_argument("--queue_limit", type=_integer(0), default=64,
                         help="requests that may wait; more are refused")
+    parser.add_argument("--queue_tokens", type=_integer(0),
+                        help="tokens that those may take (source, decoder prompt and "
+                             "max_new_tokens); any number, if not given")
     parser.add_argument("--source_buckets", type=_integers(1),
                         default=_SHAPES.source_buckets,
                         help="compiled source lengths; the last is the longest source")
@@ -147,6 +151,7 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
 
 def _generate_flags(parser: argparse.ArgumentParser) -> None:
     _model_flags(parser)
+    _sampler_flag(parser)
     parser.add_argument("text", nargs="*", help="sources; without any, lines of standard input")
     parser.add_argument("--input", metavar="FILE.jsonl",
                         help='one JSON object a line: "text" or "token_ids", and if you like '
@@ -159,10 +164,13 @@ def _generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max_new_tokens", type=_integer(1))
     parser.add_argument("--draft_length", type=_integer(0), help="0 is plain decoding")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for each source")
+    parser.add_argument("--priority", type=int, default=0,
+                        help="in a server's queue, -100 to 100: higher ones first")
 
 
 def _batch_flags(parser: argparse.ArgumentParser) -> None:
     _model_flags(parser)
+    _sampler_flag(parser)
     parser.add_argument("--input", required=True, metavar="FILE",
                         help='.jsonl: objects with "input" or "token_ids", and if you like "id", '
                              '"target" and parameters; .txt: every line a source; also .gz and '
@@ -214,6 +222,9 @@ def _option_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--logprobs", type=_integer(0), metavar="N",
                         help="log-probabilities of the tokens and of the N most likely ids at "
                              "their places, in JSON")
+    parser.add_argument("--n", type=int, default=1, help="samples of each source")
+    parser.add_argument("--lenience", type=float, default=1.0,
+                        help="below 1, drafts are accepted more often and the output is not exact")
 
 
 def _bench_flags(parser: argparse.ArgumentParser) -> None:
@@ -347,6 +358,13 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
                              "same with the target's weights quantized while loading")
     parser.add_argument("--mesh", type=_integers(1, count=2), default=(1, 1),
                         metavar="DATA,MODEL", help="devices that share slots and weights")
+
+
+def _sampler_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--sampler", choices=tuple(Sampler), type=Sampler,
+                        default=Sampler.REJECTION,
+                        help="how drafts are judged; coupled: a seed gives one output whatever the "
+                             "draft and the draft length, and fewer drafts are accepted")
 
 
 def _bounded[Value: (int, float)](value: Value, low: float, high: float | None) -> Value:

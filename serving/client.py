@@ -29,7 +29,7 @@ __all__ = ["BlockingClient", "Client", "ErrorDetails", "Violation", "error_detai
 # Parameters of ``make_request`` that are the same for many sources.
 OPTIONS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
            "frequency_penalty", "logit_bias", "banned_ids", "allowed_ids", "min_new_tokens",
-           "stop", "eos_ids", "ignore_eos", "decoder_prompt", "logprobs")
+           "stop", "eos_ids", "ignore_eos", "decoder_prompt", "logprobs", "n", "lenience")
 
 
 def make_request(
@@ -41,8 +41,8 @@ def make_request(
         seed: int | None = None, max_new_tokens: int | None = None, min_new_tokens: int = 0,
         eos_ids: Sequence[int] = (), ignore_eos: bool = False, stop: Sequence[str] = (),
         decoder_prompt: str | Sequence[int] = "", draft_length: int | None = None,
-        label: str = "", logprobs: int | None = None, request_id: str = "",
-        ) -> pb.GenerateRequest:
+        label: str = "", logprobs: int | None = None, n: int = 1, priority: int = 0,
+        lenience: float = 1.0, request_id: str = "") -> pb.GenerateRequest:
     """Builds a request from a text or from encoder ids; None leaves the choice to the server.
 
     The ids of ``logit_bias`` may be strings, as in JSON.
@@ -54,12 +54,13 @@ def make_request(
         request = pb.GenerateRequest(
             request_id=request_id, eos_ids=eos_ids, ignore_eos=ignore_eos, stop=stop, seed=seed,
             max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
-            draft_length=draft_length, label=label, logprobs=logprobs, sampling=pb.Sampling(
+            draft_length=draft_length, label=label, logprobs=logprobs, n=n, priority=priority,
+            sampling=pb.Sampling(
                 temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p,
                 repetition_penalty=repetition_penalty, presence_penalty=presence_penalty,
                 frequency_penalty=frequency_penalty,
                 logit_bias={int(token): value for token, value in dict(logit_bias).items()},
-                banned_ids=banned_ids, allowed_ids=allowed_ids))
+                banned_ids=banned_ids, allowed_ids=allowed_ids, lenience=lenience))
         if isinstance(source, str):
             request.text = source
         else:

@@ -9,7 +9,7 @@ never to whoever holds the slot by then.
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from absl import logging
 
@@ -25,10 +25,12 @@ from tpuspec.serving.token_stream import ChunkSink
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """Gauges and counters since the start; each accepted request ends in one of the last three."""
+    """Gauges and counters since the start; each accepted request ends in one of the last three.
+    Each sample counts as a request."""
 
     active_slots: int = 0
     queued: int = 0
+    queued_tokens: int = 0
     accepted: int = 0
     refused: int = 0
     finished: int = 0
@@ -51,6 +53,7 @@ class EngineLoop:
       engine: warmed up; used by this loop's thread only.
       vocabulary: for the text of outputs; None leaves texts empty.
       queue_limit: requests that may wait beside the running ones.
+      queue_tokens: tokens that those may take; None is any number.
       overlap: keep one step in flight; False reads every step before the next.
       on_failure: called in the loop's thread when the engine fails.
       on_step: called there with a request and what a step did for it.
@@ -58,11 +61,13 @@ class EngineLoop:
     """
 
     def __init__(self, engine: SlotEngine, vocabulary: Vocabulary | None, *, queue_limit: int,
-                 overlap: bool = True, on_failure: Callable[[Exception], None] | None = None,
+                 queue_tokens: int | None = None, overlap: bool = True,
+                 on_failure: Callable[[Exception], None] | None = None,
                  on_step: Callable[[Request, TokenChunk], None] | None = None,
                  clock: Callable[[], float] = time.monotonic):
         self.engine = engine
         self.queue_limit = queue_limit
+        self.queue_tokens = queue_tokens
         self.clock = clock
         self.stats = SpeculationStats()
         self._vocabulary = vocabulary
@@ -71,7 +76,7 @@ class EngineLoop:
         self._on_step = on_step
         self._changed = threading.Condition()  # guards the scheduler and all below
         self._scheduler: Scheduler[Ticket] = Scheduler(
-            slots=engine.config.slots, queue_limit=queue_limit)
+            slots=engine.config.slots, queue_limit=queue_limit, queue_tokens=queue_tokens)
         self._load = Load()
         self._slot_seconds = 1.0  # of recent requests, on average
         self._stopping = False
@@ -93,38 +98,45 @@ class EngineLoop:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    def submit(self, request: Request, stream: ChunkSink) -> Ticket:
-        """Queues a request.
+    def submit(self, request: Request, stream: ChunkSink) -> Sequence[Ticket]:
+        """Queues a request; returns a ticket for each of its samples, for ``cancel``.
 
         Raises:
           RequestError: RESOURCE_EXHAUSTED if the queue is full, UNAVAILABLE at the end.
         """
-        detokenizer = None if self._vocabulary is None else self._vocabulary.detokenizer()
-        ticket = Ticket(request, stream, OutputText(
-            detokenizer, request.stop, prompt=request.decoder_prompt,
-            unsearched=request.min_new_tokens), self.clock())
+        now = self.clock()
+        tickets = [Ticket(request.sample(index), index, stream, self._output_text(request), now)
+                   for index in range(request.n)]
+        for ticket in tickets:
+            ticket.siblings = [other for other in tickets if other is not ticket]
         with self._changed:
             if self._closed is not None:
                 raise RequestError(self._closed.code, str(self._closed))
             try:
-                self._scheduler.submit(ticket)
+                self._scheduler.submit(*tickets)
             except QueueFull as full:
-                self._count(refused=1)
+                self._count(refused=len(tickets))
                 raise RequestError(
                     ErrorCode.RESOURCE_EXHAUSTED,
                     f"the queue is full: {full}",
                     retry_after=self._slot_seconds / self.engine.config.slots) from None
-            self._count(accepted=1)
+            self._count(accepted=len(tickets))
             self._changed.notify()
-        return ticket
+        return tickets
 
-    def cancel(self, ticket: Ticket) -> None:
-        """Frees the place in the queue at once, the slot before the next step. Idempotent."""
+    def _output_text(self, request: Request) -> OutputText:
+        detokenizer = None if self._vocabulary is None else self._vocabulary.detokenizer()
+        return OutputText(detokenizer, request.stop, prompt=request.decoder_prompt,
+                          unsearched=request.min_new_tokens)
+
+    def cancel(self, tickets: Sequence[Ticket]) -> None:
+        """Frees places in the queue at once, slots before the next step. Idempotent."""
         with self._changed:
-            waiting = ticket in self._scheduler.waiting
-            if self._scheduler.cancel(ticket) and waiting:
-                ticket.done = True
-                self._count(cancelled=1)
+            for ticket in tickets:
+                waiting = ticket in self._scheduler.waiting
+                if self._scheduler.cancel(ticket) and waiting:
+                    ticket.done = True
+                    self._count(cancelled=1)
             self._changed.notify()
 
     @property
@@ -138,7 +150,8 @@ class EngineLoop:
         with self._changed:
             return dataclasses.replace(
                 self._load, active_slots=len(self._scheduler.running),
-                queued=len(self._scheduler.waiting))
+                queued=len(self._scheduler.waiting),
+                queued_tokens=sum(ticket.tokens for ticket in self._scheduler.waiting))
 
     # ---- the loop's thread ---------------------------------------------------
 
@@ -181,7 +194,10 @@ class EngineLoop:
         for slot, _ in plan.released:  # after: no stream is left open if the engine fails
             self.engine.release(slot)
         for slot, ticket in plan.admitted:
-            self._insert(slot, ticket)
+            if ticket.done:  # a sibling could not be inserted
+                self._leave(slot, ticket)
+            else:
+                self._insert(slot, ticket)
         with self._changed:
             running = self._scheduler.running
         if not running:
@@ -237,12 +253,16 @@ class EngineLoop:
             self._scheduler.finish(slot, ticket)
 
     def _fail(self, ticket: Ticket, error: RequestError) -> None:
-        ticket.done = True
+        """Ends what is left of a request: one stream can end once."""
+        if ticket.done:  # with a sample that failed before
+            return
+        gone = error.code in (ErrorCode.CANCELLED, ErrorCode.DEADLINE_EXCEEDED)
         with self._changed:
-            if error.code in (ErrorCode.CANCELLED, ErrorCode.DEADLINE_EXCEEDED):
-                self._count(cancelled=1)
-            else:
-                self._count(failed=1)
+            for one in (ticket, *ticket.siblings):
+                if not one.done:
+                    one.done = True
+                    self._scheduler.cancel(one)
+                    self._count(**{"cancelled" if gone else "failed": 1})
         ticket.stream.fail(error)
 
     def _close(self, error: RequestError) -> None:

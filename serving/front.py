@@ -58,7 +58,7 @@ class Front:
         with request_log.of(request) as log:
             async with contextlib.aclosing(self.service.generate(request, timeout)) as responses:
                 async for response in responses:
-                    log.last = response
+                    log.saw(response)
                     yield response
 
     async def write(self, messages: AsyncGenerator[Message],

@@ -12,7 +12,7 @@ import grpc.aio
 
 from tpuspec.protos import generation_pb2 as pb
 from tpuspec.serving.client import OPTIONS, Client, make_request
-from tpuspec.serving.records import Failure, Row, read_rows, record
+from tpuspec.serving.records import Failure, Row, by_sample, read_rows, record
 from tpuspec.serving.security import ClientSecurity, read_token
 
 _MOST_TRIES = 100  # when the server is busy
@@ -31,7 +31,7 @@ def _rows(args: argparse.Namespace) -> Iterator[Row]:
     """Raises ValueError if the sources come from more than one place, or from none."""
     defaults: Mapping[str, Any] = {
         name: getattr(args, name) for name in (
-            *OPTIONS, "seed", "max_new_tokens", "draft_length")}
+            *OPTIONS, "seed", "max_new_tokens", "draft_length", "priority")}
     if args.input is not None:
         if args.text:
             raise ValueError("text must be empty with --input")
@@ -56,7 +56,7 @@ async def _with_server(args: argparse.Namespace, rows: Sequence[Row]) -> int:
         def respond(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
             return client.generate(request, timeout=args.timeout)
 
-        return await _generate(rows, respond, concurrency=2 * limits.slots, as_json=args.json)
+        return await _generate(rows, respond, places=2 * limits.slots, as_json=args.json)
 
 
 def client_security(args: argparse.Namespace) -> ClientSecurity:
@@ -75,18 +75,23 @@ async def _in_process(args: argparse.Namespace, rows: Sequence[Row]) -> int:
         def respond(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
             return service.generate(request, timeout=args.timeout)
 
-        return await _generate(rows, respond, concurrency=2 * local.SLOTS, as_json=args.json)
+        return await _generate(rows, respond, places=2 * local.SLOTS, as_json=args.json)
 
 
-async def _generate(rows: Sequence[Row], respond: Responses, *, concurrency: int,
+async def _generate(rows: Sequence[Row], respond: Responses, *, places: int,
                     as_json: bool) -> int:
-    """Answers in the order of the rows; the exit code is 1 if one failed."""
-    if len(rows) == 1 and not as_json:
+    """Answers in the order of the rows; the exit code is 1 if one failed.
+
+    Args:
+      places: samples asked for at once, beside those of one row.
+    """
+    largest = max((_samples(row) for row in rows), default=1)
+    if len(rows) == largest == 1 and not as_json:
         return await _stream(rows[0], respond)
-    places = asyncio.Semaphore(concurrency)
+    concurrency = asyncio.Semaphore(max(1, places // largest))
 
     async def answer(row: Row) -> list[pb.GenerateResponse] | Failure:
-        async with places:
+        async with concurrency:
             return await _answer(row, respond)
 
     tasks = [asyncio.ensure_future(answer(row)) for row in rows]
@@ -139,6 +144,13 @@ def _print(row: Row, result: list[pb.GenerateResponse] | Failure, *, as_json: bo
         print(json.dumps(record(row.id, result), ensure_ascii=False), flush=True)
     elif isinstance(result, Failure):
         print(f"source {row.id}: {result.code}: {result.message}", file=sys.stderr)
-        print(flush=True)  # an empty line, so that line n still answers source n
+        for _ in range(_samples(row)):
+            print(flush=True)  # an empty line, so that line n still answers source n
     else:
-        print("".join(response.text for response in result), flush=True)
+        for sample in by_sample(result):
+            print("".join(response.text for response in sample), flush=True)
+
+
+def _samples(row: Row) -> int:
+    """Outputs asked for; what is out of bounds is left to the door."""
+    return 1 if isinstance(row.request, Failure) else max(1, row.request.n)

@@ -2,9 +2,10 @@
 
 import argparse
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 
-from tpuspec.config import EngineConfig
+from tpuspec.config import EngineConfig, Sampler
 from tpuspec.protos import generation_pb2 as pb
 from tpuspec.serving import models
 from tpuspec.serving.batch_engine import BatchEngine
@@ -16,6 +17,7 @@ BATCH_SLOTS = 16
 _MOST_SOURCE = 2048  # tokens
 _OUTPUT, _MOST_OUTPUT = 256, 4096  # tokens; the first if no request asks for more
 _DRAFT_LENGTH, _MOST_DRAFTS = 3, 16
+_MOST_SAMPLES = 16  # of one request
 
 
 @contextlib.contextmanager
@@ -27,10 +29,10 @@ def session(args: argparse.Namespace, requests: Sequence[pb.GenerateRequest],
     beside the draft lengths asked for.
     """
     with models.pair(args.target, args.draft) as pair:
-        config = _config(requests, pair)
+        config = dataclasses.replace(_config(requests, pair), sampler=args.sampler)
         served = models.load(pair, config, dtype=args.dtype, mesh_shape=args.mesh)
     models.warm_up(served.engine)
-    loop = EngineLoop(served.engine, served.vocabulary, queue_limit=SLOTS)
+    loop = EngineLoop(served.engine, served.vocabulary, queue_limit=max(SLOTS, config.slots))
     loop.start()
     try:
         yield GenerationService(loop, served.vocabulary, served.info)
@@ -52,8 +54,9 @@ def _config(requests: Sequence[pb.GenerateRequest], pair: models.Pair) -> Engine
     if not all(r.HasField("draft_length") for r in requests):
         drafts.add(_DRAFT_LENGTH)
     ladder = (0,) if pair.draft is None else (0, *sorted(drafts))
+    samples = [min(max(1, r.n), _MOST_SAMPLES) for r in requests]
     return EngineConfig(
-        slots=min(SLOTS, max(1, len(requests))),
+        slots=max(min(SLOTS, sum(samples)), 1, *samples),
         source_buckets=(min(bucket, _MOST_SOURCE),),
         max_target_length=min(max([_OUTPUT, *outputs]) + prompt, _MOST_OUTPUT),
         draft_lengths=ladder,
@@ -66,7 +69,7 @@ def open_engine(target: str | None = None, draft: str | None = None, *,
                 source_buckets: tuple[int, ...] = EngineConfig().source_buckets,
                 max_new_tokens: int = _OUTPUT, draft_length: int = _DRAFT_LENGTH,
                 dtype: str | None = None, mesh: tuple[int, int] = (1, 1),
-                ) -> Iterator[BatchEngine]:
+                sampler: Sampler = Sampler.REJECTION) -> Iterator[BatchEngine]:
     """An engine for ``BatchEngine.generate``, loaded and compiled.
 
     Args:
@@ -79,25 +82,28 @@ def open_engine(target: str | None = None, draft: str | None = None, *,
       draft_length: the same for drafts per target run; 0 is plain decoding.
       dtype: of the weights; None is bfloat16 on TPU and float32 elsewhere.
       mesh: devices that share slots and weights.
+      sampler: how drafts are judged (see ``EngineConfig``).
 
     Raises:
       ValueError: a checkpoint is broken, or a number is out of bounds.
     """
     with models.pair(target, draft) as pair, start(
             pair, slots=slots, source_buckets=source_buckets, max_new_tokens=max_new_tokens,
-            draft_length=draft_length, dtype=dtype, mesh=mesh) as engine:
+            draft_length=draft_length, dtype=dtype, mesh=mesh, sampler=sampler) as engine:
         yield engine
 
 
 @contextlib.contextmanager
 def start(pair: models.Pair, *, slots: int, source_buckets: tuple[int, ...], max_new_tokens: int,
-          draft_length: int, dtype: str | None, mesh: tuple[int, int]) -> Iterator[BatchEngine]:
+          draft_length: int, dtype: str | None, mesh: tuple[int, int],
+          sampler: Sampler) -> Iterator[BatchEngine]:
     """As ``open_engine``, for a pair that was found already."""
     if pair.draft is None:
         draft_length = 0
     config = EngineConfig(
         slots=slots, source_buckets=source_buckets, max_target_length=max_new_tokens,
-        draft_lengths=(0, draft_length) if draft_length else (0,), draft_length=draft_length)
+        draft_lengths=(0, draft_length) if draft_length else (0,), draft_length=draft_length,
+        sampler=sampler)
     served = models.load(pair, config, dtype=dtype, mesh_shape=mesh)
     models.warm_up(served.engine, measure=False)
     engine = BatchEngine(served.engine, served.vocabulary, eos_id=served.info.eos_id)

@@ -24,7 +24,7 @@ _REASONS: Mapping[Ending, pb.FinishReason] = {
 def response(request: Request, chunk: TokenChunk, cost: CostReport | None,
              config: EngineConfig) -> pb.GenerateResponse:
     message = pb.GenerateResponse(
-        request_id=request.request_id,
+        request_id=request.request_id, index=chunk.index,
         tokens=[_token(token) for token in chunk.tokens],
         text="".join(token.text for token in chunk.tokens),
         drafted=chunk.steps.drafted, accepted=chunk.steps.accepted,
@@ -76,8 +76,9 @@ def _finish(request: Request, finish: Finish, stats: SpeculationStats,
         observed = plain_seconds / timings.decode if timings.decode > 0 else None
     return pb.Finish(
         reason=_REASONS[finish.ending], stop=finish.stop, source_tokens=len(request.source),
-        new_tokens=stats.emitted, seed=request.seed, draft_length=request.draft_length,
+        new_tokens=stats.emitted, seed=finish.seed, draft_length=request.draft_length,
         timings=pb.Timings(queue_seconds=timings.queue, first_token_seconds=timings.first_token,
                            decode_seconds=timings.decode, total_seconds=timings.total),
         predicted_speedup=predicted_speedup(stats.alpha, request.draft_length, report, config),
-        observed_speedup=observed, decode_tokens=finish.decode_tokens)
+        observed_speedup=observed, decode_tokens=finish.decode_tokens,
+        inexact=not request.sampling.exact)

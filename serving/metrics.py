@@ -151,6 +151,7 @@ class Metrics:
                 ("slots", "Requests that can run at once.", engine.config.slots),
                 ("active_slots", "Requests that run.", load.active_slots),
                 ("queued_requests", "Requests that wait.", load.queued),
+                ("queued_tokens", "Tokens that these may take.", load.queued_tokens),
                 ("queue_limit", "Requests that may wait.", self._loop.queue_limit)):
             yield GaugeMetricFamily(f"tpuspec_{what}", text, value=value)
         yield CounterMetricFamily("tpuspec_compilations", "XLA compilations of this process; "

@@ -94,17 +94,36 @@ def read_row(number: int, line: bytes, defaults: Mapping[str, Any]) -> Row | Non
 
 
 def record(row_id: str | int, result: Sequence[pb.GenerateResponse] | Failure) -> dict[str, Any]:
-    """The JSON of one answer."""
+    """The JSON of one answer; several samples are a list under "samples"."""
     if isinstance(result, Failure):
         return {"id": row_id, "error": {"code": result.code, "message": result.message}}
+    return joined(row_id, [_sample(responses) for responses in by_sample(result)])
+
+
+def by_sample(responses: Iterable[pb.GenerateResponse]) -> list[list[pb.GenerateResponse]]:
+    """The responses of each sample of a request, in the order of the samples."""
+    found: dict[int, list[pb.GenerateResponse]] = {}
+    for response in responses:
+        found.setdefault(response.index, []).append(response)
+    return [found[index] for index in sorted(found)]
+
+
+def joined(row_id: str | int, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The JSON of an answer of that of its samples."""
+    if len(samples) > 1:
+        return {"id": row_id, "samples": list(samples)}
+    return {"id": row_id, **samples[0]}
+
+
+def _sample(result: Sequence[pb.GenerateResponse]) -> dict[str, Any]:
     speculation, finish = result[-1].speculation, result[-1].finish
     tokens = [token for response in result for token in response.tokens]
     return {
-        "id": row_id,
         "text": "".join(response.text for response in result),
         "token_ids": [token.id for token in tokens],
         **logprobs([token.logprob for token in tokens if token.HasField("logprob")],
                    [[(one.id, one.logprob) for one in token.top_logprobs] for token in tokens]),
+        **inexact(finish.inexact),
         "finish_reason": finish_reason(finish),
         "source_tokens": finish.source_tokens,
         "new_tokens": finish.new_tokens,
@@ -136,6 +155,11 @@ def logprobs(tokens: Sequence[float], top: Sequence[Sequence[tuple[int, float]]]
         fields["top_logprobs"] = [[[token, round(value, 5)] for token, value in place]
                                   for place in top]
     return fields
+
+
+def inexact(value: bool) -> dict[str, Any]:
+    """The JSON of an output that need not have the target's distribution; else nothing."""
+    return {"inexact": True} if value else {}
 
 
 def finish_reason(finish: pb.Finish) -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+import hashlib
 
 from tpuspec.measurement import SpeculationStats
 from tpuspec.sampling import SamplingParams
@@ -43,6 +44,8 @@ class Request:
       logprobs: number of most likely ids whose log-probabilities come with every token,
         beside the token's own; None is none at all.
       deadline: by the engine loop's clock, in seconds; None is never.
+      n: samples, outputs of the same source; ``sample`` makes them requests of their own.
+      priority: those of a higher one leave the queue first.
     """
 
     request_id: str
@@ -58,6 +61,21 @@ class Request:
     decoder_prompt: tuple[int, ...] = ()
     logprobs: int | None = None
     deadline: float | None = None
+    n: int = 1
+    priority: int = 0
+
+    def sample(self, index: int) -> "Request":
+        """One of the samples; the first is what the request gives without ``n``."""
+        seed = self.seed
+        if index:  # 53 bits, which every JSON reader keeps
+            digest = hashlib.blake2b(f"{seed}/sample {index}".encode(), digest_size=8).digest()
+            seed = int.from_bytes(digest, "big") >> 11
+        return dataclasses.replace(self, seed=seed, n=1)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of source, decoder prompt and output."""
+        return len(self.source) + len(self.decoder_prompt) + self.max_new_tokens
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -93,12 +111,14 @@ class Finish:
     Attributes:
       ending: why.
       stop: the stop string that was found, or empty.
+      seed: of the sample.
       decode_tokens: tokens after those of the request's first step.
       timings: how long it took.
     """
 
     ending: Ending
     stop: str
+    seed: int
     decode_tokens: int
     timings: Timings
 
@@ -111,15 +131,17 @@ class TokenChunk:
       tokens: in order.
       steps: counters of these steps.
       stats: counters since the beginning of the request.
-      finish: set in the last chunk and in no other.
+      finish: set in the sample's last chunk and in no other.
+      index: of the request's sample.
     """
 
     tokens: tuple[Token, ...]
     steps: SpeculationStats
     stats: SpeculationStats
     finish: Finish | None = None
+    index: int = 0
 
     def merged(self, later: "TokenChunk") -> "TokenChunk":
-        return TokenChunk(
-            tokens=self.tokens + later.tokens, steps=self.steps + later.steps,
-            stats=later.stats, finish=later.finish)
+        """This chunk and a later one of the same sample as one."""
+        return dataclasses.replace(
+            later, tokens=self.tokens + later.tokens, steps=self.steps + later.steps)

@@ -16,16 +16,15 @@ _MOST_ID = 256  # characters; the door refuses longer ones, and they are logged,
 
 
 class RequestLog:
-    """What is known of one request.
-
-    Attributes:
-      last: the response that was made last.
-    """
+    """What is known of one request."""
 
     def __init__(self, request: pb.GenerateRequest):
         self._request = request
         self._began = time.monotonic()
-        self.last: pb.GenerateResponse | None = None
+        self._last: dict[int, pb.GenerateResponse] = {}  # of every sample
+
+    def saw(self, response: pb.GenerateResponse) -> None:
+        self._last[response.index] = response
 
     def write(self, code: str, field: str | None) -> None:
         """
@@ -41,19 +40,24 @@ class RequestLog:
             "seconds": round(time.monotonic() - self._began, 6)}
         if field is not None:
             fields["field"] = field
-        if self.last is not None:
-            s = self.last.speculation
-            fields |= {"request_id": self.last.request_id, "new_tokens": s.emitted,
-                       "target_runs": s.target_runs, "drafted": s.drafted,
-                       "accepted": s.accepted}
-        if self.last is not None and self.last.HasField("finish"):
-            finish = self.last.finish
+        last = [response for _, response in sorted(self._last.items())]
+        counts = [response.speculation for response in last]
+        if last:
+            fields |= {"request_id": last[0].request_id,
+                       "new_tokens": sum(s.emitted for s in counts),
+                       "target_runs": sum(s.target_runs for s in counts),
+                       "drafted": sum(s.drafted for s in counts),
+                       "accepted": sum(s.accepted for s in counts)}
+        ends = [response.finish for response in last if response.HasField("finish")]
+        if len(ends) == max(1, self._request.n):
             fields |= {
                 "code": "OK",  # also where the client did not wait for the status
-                "finish": pb.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_"),
-                "source_tokens": finish.source_tokens,
-                "queue_seconds": round(finish.timings.queue_seconds, 6),
-                "first_token_seconds": round(finish.timings.first_token_seconds, 6)}
+                "finish": ",".join(pb.FinishReason.Name(end.reason).removeprefix("FINISH_REASON_")
+                                   for end in ends),
+                "source_tokens": ends[0].source_tokens,
+                "queue_seconds": round(min(end.timings.queue_seconds for end in ends), 6),
+                "first_token_seconds": round(
+                    min(end.timings.first_token_seconds for end in ends), 6)}
         absl_logging.get_absl_logger().info(
             "request %s", json.dumps(fields), extra={"fields": {"event": "request"} | fields})
 

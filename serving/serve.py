@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
             slots=args.slots, source_buckets=args.source_buckets,
             max_target_length=args.max_target_length,
             draft_lengths=(0,) if plain else args.draft_lengths or _ladder(args.draft_length),
-            draft_length=0 if plain else args.draft_length)
+            draft_length=0 if plain else args.draft_length, sampler=args.sampler)
         served = models.load(pair, config, dtype=args.dtype, mesh_shape=args.mesh)
     if args.log_json:
         request_log.use_json()
@@ -56,7 +56,8 @@ def _check_free(host: str, port: int) -> None:
 async def _serve(served: models.Served, args: argparse.Namespace,
                  security: ServerSecurity) -> int:
     server = Server(served.engine, served.vocabulary, served.info, queue_limit=args.queue_limit,
-                    security=security, reflect=not args.no_reflection,
+                    queue_tokens=args.queue_tokens, security=security,
+                    reflect=not args.no_reflection,
                     jetstream_truncate=args.jetstream_truncate)
     if args.metrics_port is not None:
         port = server.metrics.serve(args.host, args.metrics_port)

@@ -54,12 +54,13 @@ class Server:
     """
 
     def __init__(self, engine: SlotEngine, vocabulary: Vocabulary | None, info: ModelInfo, *,
-                 queue_limit: int = 64, overlap: bool = True,
+                 queue_limit: int = 64, queue_tokens: int | None = None, overlap: bool = True,
                  security: ServerSecurity = PLAIN_SERVER, reflect: bool = True,
                  jetstream_truncate: bool = False):
         """Raises ValueError on files of ``security`` that cannot be used."""
         self._event_loop = asyncio.get_running_loop()
-        self._loop = EngineLoop(engine, vocabulary, queue_limit=queue_limit, overlap=overlap,
+        self._loop = EngineLoop(engine, vocabulary, queue_limit=queue_limit,
+                                queue_tokens=queue_tokens, overlap=overlap,
                                 on_failure=self._engine_failed,
                                 on_step=lambda request, chunk: self.metrics.observe(request, chunk))
         self.metrics = Metrics(self._loop, info.name)

@@ -53,13 +53,13 @@ class GenerationService:
         deadline = None if timeout is None else self._loop.clock() + timeout
         request = await self._check(message, deadline)
         engine = self._loop.engine
-        stream = TokenStream()
-        ticket = self._loop.submit(request, stream)
+        stream = TokenStream(request.n)
+        tickets = self._loop.submit(request, stream)
         try:
             async for chunk in stream:
                 yield messages.response(request, chunk, engine.cost, engine.config)
         finally:
-            self._loop.cancel(ticket)
+            self._loop.cancel(tickets)
 
     async def _check(self, message: pb.GenerateRequest, deadline: float | None) -> Request:
         try:
@@ -81,7 +81,9 @@ class GenerationService:
                 slots=config.slots, queue=self._loop.queue_limit,
                 source_buckets=config.source_buckets, max_new_tokens=config.max_target_length,
                 draft_lengths=config.draft_lengths, default_draft_length=config.draft_length,
-                vocabulary_size=engine.vocabulary_size, message_bytes=MAX_MESSAGE_BYTES),
+                vocabulary_size=engine.vocabulary_size, message_bytes=MAX_MESSAGE_BYTES,
+                queue_tokens=self._loop.queue_tokens),
             cost=None if engine.cost is None else messages.cost(engine.cost),
             speculation=messages.speculation(self._loop.stats, engine.cost),
-            load=pb.Load(**dataclasses.asdict(load), compilations=engine.compilations))
+            load=pb.Load(**dataclasses.asdict(load), compilations=engine.compilations),
+            sampler=config.sampler)

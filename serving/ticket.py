@@ -1,6 +1,7 @@
-"""One accepted request on its way through the engine loop."""
+"""One sample of an accepted request on its way through the engine loop."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from tpuspec.decode_state import FinishReason, StepOutput
 from tpuspec.measurement import SpeculationStats
@@ -8,6 +9,8 @@ from tpuspec.serving.errors import ErrorCode, RequestError
 from tpuspec.serving.output_text import OutputText
 from tpuspec.serving.request import Ending, Finish, Origin, Request, Timings, Token, TokenChunk
 from tpuspec.serving.token_stream import ChunkSink
+
+PRIORITY_SECONDS = 10.0  # that one level of priority is worth in the queue
 
 _ENDINGS = {FinishReason.EOS: Ending.EOS, FinishReason.LENGTH: Ending.LENGTH}
 
@@ -22,18 +25,23 @@ def origin(place: int, *, accepted: int, drafted: int) -> Origin:
 
 
 class Ticket:
-    """Times, counters and text of a request; used by the engine loop's thread only.
+    """Times, counters and text of a sample; used by the engine loop's thread only.
 
     Attributes:
-      request: what was asked.
-      stream: where the answer goes.
+      request: what was asked, of this sample alone.
+      index: of the sample.
+      stream: where the answer goes; that of all samples.
+      siblings: the other samples.
       done: ended in any way; results of steps still in flight are dropped.
       stats: counters since the beginning.
     """
 
-    def __init__(self, request: Request, stream: ChunkSink, text: OutputText, now: float):
+    def __init__(self, request: Request, index: int, stream: ChunkSink, text: OutputText,
+                 now: float):
         self.request = request
+        self.index = index
         self.stream = stream
+        self.siblings: Sequence[Ticket] = ()
         self.done = False
         self.stats = SpeculationStats()
         self._text = text
@@ -43,6 +51,16 @@ class Ticket:
     @property
     def deadline(self) -> float | None:
         return self.request.deadline
+
+    @property
+    def rank(self) -> float:
+        """Place in the queue: the time of arrival, put forward or back by the priority. It never
+        changes, so that whoever waits is overtaken for a limited time only."""
+        return self._submitted - PRIORITY_SECONDS * self.request.priority
+
+    @property
+    def tokens(self) -> int:
+        return self.request.most_tokens
 
     def admitted(self, now: float) -> None:
         self._admitted = now
@@ -74,7 +92,7 @@ class Ticket:
                 overlap=step.overlap * examined / max(step.examined, 1))
         self.stats += step
         return TokenChunk(tokens=tuple(tokens), steps=step, stats=self.stats,
-                          finish=self._finish(reason, now))
+                          finish=self._finish(reason, now), index=self.index)
 
     def _tokens(self, output: StepOutput, slot: int, reason: FinishReason) -> list[Token]:
         drafted, accepted = int(output.drafted[slot]), int(output.accepted[slot])
@@ -107,6 +125,7 @@ class Ticket:
             return None
         return Finish(
             ending=Ending.STOP if stop is not None else _ENDINGS[reason], stop=stop or "",
+            seed=self.request.seed,
             decode_tokens=self.stats.emitted - self._first_step_tokens,
             timings=Timings(queue=self._admitted - self._submitted,
                             first_token=self._first_token - self._submitted,

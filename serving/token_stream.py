@@ -23,24 +23,33 @@ class TokenStream:
     """One channel of one request; iterate it with ``async for``, once.
 
     Made in the reader's event loop; ``put`` and ``fail`` may be called by any thread
-    and never block. It ends after the chunk with ``finish``, or by raising the error.
-    A request's tokens are limited, so merging bounds what an idle reader can cost.
+    and never block. It ends after the chunk with ``finish`` (of the last sample), or by raising
+    the error. A request's tokens are limited, so merging bounds what an idle reader can cost.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, samples: int = 1) -> None:
+        self._unfinished = samples
         self._event_loop = asyncio.get_running_loop()
         self._ready = asyncio.Event()
         self._lock = threading.Lock()
         self._chunks: collections.deque[TokenChunk] = collections.deque()
         self._error: RequestError | None = None
-        self._finished = False
 
     def put(self, chunk: TokenChunk) -> None:
         with self._lock:
-            if len(self._chunks) >= _MOST_CHUNKS:
-                chunk = self._chunks.pop().merged(chunk)
-            self._chunks.append(chunk)
+            place = self._place_to_merge(chunk.index)
+            if place is None:
+                self._chunks.append(chunk)
+            else:
+                self._chunks[place] = self._chunks[place].merged(chunk)
         self._wake()
+
+    def _place_to_merge(self, index: int) -> int | None:
+        """Of the sample's last chunk in a full buffer."""
+        if len(self._chunks) < _MOST_CHUNKS:
+            return None
+        return next((place for place in reversed(range(len(self._chunks)))
+                     if self._chunks[place].index == index), None)
 
     def fail(self, error: RequestError) -> None:
         """Ends the stream with an error, after the chunks that are in it."""
@@ -52,16 +61,16 @@ class TokenStream:
         return self
 
     async def __anext__(self) -> TokenChunk:
-        if self._finished:
+        if not self._unfinished:
             raise StopAsyncIteration
         while True:
             with self._lock:
                 if self._chunks:
                     chunk = self._chunks.popleft()
-                    self._finished = chunk.finish is not None
+                    self._unfinished -= chunk.finish is not None
                     return chunk
                 if self._error is not None:
-                    self._finished = True
+                    self._unfinished = 0
                     raise self._error
                 self._ready.clear()
             await self._ready.wait()

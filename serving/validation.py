@@ -18,6 +18,7 @@ from tpuspec.token_logprobs import MAX_TOP_LOGPROBS
 
 MAX_REQUEST_ID = 256  # characters
 MAX_LABEL = 64  # characters
+MAX_PRIORITY = 100
 MAX_STOPS = 8
 MAX_STOP_LENGTH = 256  # characters
 MAX_TEXT = 1 << 20  # characters; tokenizing more would only delay the refusal
@@ -61,6 +62,9 @@ class Door:
         logprobs = message.logprobs if message.HasField("logprobs") else None
         if logprobs is not None:
             _check("logprobs", logprobs, 0, min(MAX_TOP_LOGPROBS, self._vocabulary_size))
+        n = message.n if message.HasField("n") else 1
+        _check("n", n, 1, config.slots)
+        _check("priority", message.priority, -MAX_PRIORITY, MAX_PRIORITY)
         eos_ids = self._eos_ids(message)
         check_min_new_tokens(message.min_new_tokens, max_new_tokens=max_new_tokens,
                              eos_ids=eos_ids, sampling=sampling,
@@ -71,12 +75,12 @@ class Door:
             label=message.label,
             min_new_tokens=message.min_new_tokens, eos_ids=eos_ids, stop=self._stop(message.stop),
             source=self._source(message), deadline=deadline, logprobs=logprobs,
-            decoder_prompt=decoder_prompt,
+            decoder_prompt=decoder_prompt, n=n, priority=message.priority,
             # 53 bits survive every JSON reader, so that an echoed seed can be used again.
             seed=message.seed if message.HasField("seed") else secrets.randbits(53))
 
     def _sampling(self, message: pb.Sampling) -> SamplingParams:
-        for name in ("temperature", "top_p", "min_p"):
+        for name in ("temperature", "top_p", "min_p", "lenience"):
             value = getattr(message, name)
             if not math.isfinite(value):
                 raise ValueError(f"sampling.{name} must be finite, got {value}")
@@ -88,8 +92,10 @@ class Door:
                     "repetition_penalty") else 1.0,
                 presence_penalty=message.presence_penalty,
                 frequency_penalty=message.frequency_penalty, logit_bias=dict(message.logit_bias),
-                banned_ids=tuple(message.banned_ids), allowed_ids=tuple(message.allowed_ids))
+                banned_ids=tuple(message.banned_ids), allowed_ids=tuple(message.allowed_ids),
+                lenience=message.lenience if message.HasField("lenience") else 1.0)
             params.check_ids(self._vocabulary_size)
+            params.check_sampler(self._config.sampler)
             return params
         except ValueError as error:
             raise ValueError(f"sampling.{error}") from None

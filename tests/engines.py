@@ -43,6 +43,7 @@ def engine_with(target: T5, draft: T5 | None, config: EngineConfig = SMALL,
     engine = _compiled(target.config, draft_config, config, size,
                        target.embedding[...].dtype.name)
     engine._tenants.clear()
+    engine._sources.clear()
     engine._weights = [jax.tree.leaves(nnx.split(model)[1])
                        for model in (target, draft) if model is not None]
     engine._state = engine._definitions.empty_state()

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 from engines import LONG, SMALL, TINY, Job, engine_with, run, solo
 from flax import nnx
-from programmable import anti, count, fixed, rand, recast
+from programmable import anti, chain_config, count, fixed, rand, recast
 
 from tpuspec.config import EngineConfig
 from tpuspec.decode_state import FinishReason
 from tpuspec.engine import Engine
+from tpuspec.kv_cache import DecoderCache
 from tpuspec.sampling import SamplingParams
 from tpuspec.speculative_step import read
 from tpuspec.t5 import T5
@@ -141,6 +142,7 @@ def test_live_rows_are_untouched_by_empty_slots_full_of_nan():
     for slots in ([0, 1, 2], [1, 2, 3], [3, 0, 2]):
         engine._state = dataclasses.replace(
             engine._state, target_cache=poison[0], draft_cache=poison[1])
+        engine._sources.clear()  # what slots hold is not theirs any more
         poison = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), poison)
         assert [r.ids for r in run(engine, jobs, slots)] == alone
 
@@ -158,6 +160,55 @@ def test_a_new_request_does_not_see_the_previous_tenant_of_its_slot():
     engine.release(0)
     assert solo(engine, short).ids == fresh[id(short)]
     in_flight.read()
+
+
+def test_source_that_a_slot_still_holds_is_not_encoded_again(monkeypatch):
+    """Samples of one source, a request that comes again, and what others have overwritten."""
+    def engine() -> Engine:
+        return engine_with(rand(0, **RAND), rand_draft("noisy"))
+
+    samples = [dataclasses.replace(rand_jobs(4)[3], sampling=RANDOM, seed=i) for i in range(4)]
+    other = rand_jobs(3)[2]
+    alone = [solo(engine(), job).ids for job in samples]
+    assert len(set(map(tuple, alone))) == 4
+    it, ran = engine(), []
+    program = it._run
+    monkeypatch.setattr(it, "_run", lambda key, *args: (ran.append(key[0]), program(key, *args))[1])
+
+    def entered() -> list[str]:
+        found = [name for name in ran if name in ("insert", "copy")]
+        ran.clear()
+        return found
+
+    assert [r.ids for r in run(it, samples)] == alone
+    assert entered() == ["insert", "copy", "copy", "copy"]
+    assert solo(it, samples[1], slot=0).ids == alone[1]  # in a slot that holds it itself
+    it.insert(3, samples[0].source, sampling=RANDOM, seed=9, max_new_tokens=32, eos_ids=(),
+              draft_length=4)
+    it.step().read()
+    it.release(3)  # and one that was left in the middle
+    assert solo(it, samples[2], slot=3).ids == alone[2]
+    assert entered() == ["copy"] * 3
+    run(it, [other] * 4)
+    assert entered() == ["insert", "copy", "copy", "copy"]
+    assert [r.ids for r in run(it, samples, [3, 0, 2, 1])] == alone
+    assert entered() == ["insert", "copy", "copy", "copy"]
+
+
+@pytest.mark.parametrize("layout", [{}, dict(tiled=True), dict(tiled=True, stacked=True)], ids=str)
+def test_copied_source_touches_one_slot_in_every_layout_of_the_cache(layout):
+    config = chain_config(d_kv=64, num_heads=2, num_decoder_layers=2)
+    cache = DecoderCache.zeros(config, slots=3, positions=4, source_positions=4,
+                               dtype=jnp.float32, **layout)
+    rng = np.random.default_rng(0)
+    cache = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), cache)
+    copied = cache.copy_source(jnp.int32(2), jnp.int32(0))
+    for name in ("self_k", "self_v", "cross_k", "cross_v"):
+        for before, after in zip(getattr(cache, name), getattr(copied, name), strict=True):
+            before, after = (np.moveaxis(np.asarray(x), x.ndim - 4, 0) for x in (before, after))
+            expected = before[2] if name.startswith("cross") else np.zeros_like(before[0])
+            np.testing.assert_array_equal(after[0], expected)
+            np.testing.assert_array_equal(after[1:], before[1:])
 
 
 def test_a_late_result_of_a_dead_request_does_not_end_its_successor():

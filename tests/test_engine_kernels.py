@@ -53,8 +53,8 @@ def test_interpreted_kernels_give_the_ids_of_xla(shape, fused):
     # The draft's whole pass is one kernel where its widths fill the lanes.
     layers = (shape.get("layers", 1),) if fused else ()
     assert engine._state.draft_cache.self_k[0].shape == (*layers, *cache)
-    # release, an insert a bucket, a step a draft length
-    assert len(list(engine._definitions.requests())) == 5
+    # release, copy, an insert a bucket, a step a draft length
+    assert len(list(engine._definitions.requests())) == 6
     assert ids(engine) == plain
 
 

@@ -20,6 +20,7 @@ from sampling_oracle import sequences
 from scipy import stats
 
 from tpuspec import kernels
+from tpuspec.config import Sampler
 from tpuspec.decode_state import MAX_EOS_IDS, DecodeState, Slots
 from tpuspec.kernel_choice import KernelChoice
 from tpuspec.kv_cache import DecoderCache
@@ -68,7 +69,7 @@ def warped(table: np.ndarray, temperature: float, top_k: int, top_p: float,
 
 
 @functools.cache
-def runner(draft_length: int, batch: int, groups: int):
+def runner(draft_length: int, batch: int, groups: int, sampler: Sampler = Sampler.REJECTION):
     """(target params, draft params, slots) -> tokens and their places in the block of
     the step they came from, both [groups * batch, LENGTH]; 0 after an end id."""
     graph = nnx.split(chain(P_CHAIN))[0]
@@ -91,7 +92,7 @@ def runner(draft_length: int, batch: int, groups: int):
                 state, out, filled = carry
                 state, output = step(target, draft, state, draft_length=draft_length,
                                      target_width=draft_length + 1, source_positions=1,
-                                     vocabulary_size=V)
+                                     vocabulary_size=V, sampler=sampler)
                 place = jnp.broadcast_to(jnp.arange(draft_length + 1), output.tokens.shape)
                 index = jnp.where(place < output.num_tokens[:, None], filled[:, None] + place,
                                   LENGTH + 100)
@@ -116,7 +117,8 @@ def sample(*args, **kwargs) -> np.ndarray:
 
 
 def sample_with_places(target, draft, draft_length, batch, outputs=4000, min_new_tokens=0,
-                       eos_ids=(), prompt=(), limit=None, **options) -> np.ndarray:
+                       eos_ids=(), prompt=(), sampler=Sampler.REJECTION, limit=None,
+                       **options) -> np.ndarray:
     params = [SamplingParams(**{"temperature": 1.0} | options)] * batch
     ends = [*eos_ids, *[-1] * (MAX_EOS_IDS - len(eos_ids))]
     slots = dataclasses.replace(
@@ -127,7 +129,7 @@ def sample_with_places(target, draft, draft_length, batch, outputs=4000, min_new
         sampling=SlotSampling.of(params),
         adjustments=SlotAdjustments.of(params, V, LENGTH, min_new_tokens=min_new_tokens,
                                        prompt=prompt))
-    run = runner(draft_length, batch, outputs // batch)
+    run = runner(draft_length, batch, outputs // batch, sampler)
     return np.asarray(run(nnx.split(target)[1], nnx.split(draft)[1], slots))
 
 
@@ -257,10 +259,48 @@ def test_a_wrong_accept_rule_would_be_seen(broken, monkeypatch):
     assert check(tokens, P_CHAIN) < 1e-12
 
 
+# ---- lenience ----------------------------------------------------------------
+
+
+def lenient(p: np.ndarray, q: np.ndarray, lenience: float) -> np.ndarray:
+    """What comes at a place with a draft: kept with min(1, p / (l q)), else of the residual."""
+    kept = np.minimum(q, p / lenience)
+    residual = np.maximum(p - q, 0)
+    return kept + (1 - kept.sum()) * residual / residual.sum()
+
+
+@pytest.mark.parametrize("lenience", [0.3, *(
+    pytest.param(x, marks=pytest.mark.slow) for x in (0.7, 0.05))])
+def test_lenience_has_the_distribution_of_the_papers_appendix_and_its_bound(lenience):
+    p, q = (np.array([x.get(i, 0.0) for i in range(V)]) for x in (P_FIXED, Q_FIXED))
+    target, draft = (fixed(x, V) for x in (P_FIXED, Q_FIXED))
+    γ = 4
+    tokens, places = sample_with_places(target, draft, γ, 4, outputs=20_000, lenience=lenience)
+    drafted, bonus = places < γ, places == γ
+    for chosen, expected in ((drafted, lenient(p, q, lenience)), (bonus, p)):
+        found = np.bincount(tokens[chosen], minlength=V)
+        assert found.sum() > 10_000
+        assert pvalue(found, expected) > 1e-4
+        # No id comes more than 1 / lenience times as often as under the target.
+        assert (found / found.sum() <= p / lenience + 0.01).all()
+    assert pvalue(np.bincount(tokens[drafted], minlength=V), p) < 1e-12
+
+
+@pytest.mark.parametrize(("lenience", "id_"), [(0.95, 6), (0.85, 5)])
+def test_greedy_drafts_that_are_nearly_the_most_likely_are_accepted(lenience, id_):
+    """The draft's favourite has .40 and the best id .45: 0.89 of it."""
+    target, draft = fixed({5: 0.40, 6: 0.45, 7: 0.15}, V), fixed({5: 0.9, 7: 0.1}, V)
+    tokens, places = sample_with_places(target, draft, 4, 4, outputs=20_000, temperature=0.0,
+                                        lenience=lenience)
+    assert (tokens[places < 4] == id_).all()
+    assert (tokens[places == 4] == 6).all()  # a bonus has no draft
+    assert (places == 4).any() == (id_ == 5)
+
+
 # ---- penalties, biases, bans -------------------------------------------------
 
 
-def _logits(table: np.ndarray) -> np.ndarray:
+def raw_logits(table: np.ndarray) -> np.ndarray:
     """Of both signs, which a repetition penalty treats differently."""
     return np.log(np.maximum(table, np.exp(IMPOSSIBLE))) + 1.5
 
@@ -273,14 +313,14 @@ ADJUSTED = [
          presence_penalty=0.5, frequency_penalty=0.3, logit_bias={6: 1.0}, banned_ids=(3,),
          min_new_tokens=2, eos_ids=(6,)),
     dict(prompt=(5, 8, 3), presence_penalty=0.8, min_new_tokens=2, eos_ids=(4, 5))]
-_SEQUENCE = 6
+SEQUENCE = 6
 
 
 def triples(tokens: np.ndarray, expected: dict[tuple[int, ...], float]) -> float:
     """Smallest p-value over three successive tokens, from every position: what comes
     depends on all tokens before."""
     worst = 1.0
-    for first in range(_SEQUENCE - 2):
+    for first in range(SEQUENCE - 2):
         found = collections.Counter(map(tuple, tokens[:, first:first + 3].tolist()))
         wanted: collections.Counter = collections.Counter()
         for sequence, probability in expected.items():
@@ -295,14 +335,14 @@ def triples(tokens: np.ndarray, expected: dict[tuple[int, ...], float]) -> float
 def expected_sequences(number: int) -> dict[tuple[int, ...], float]:
     options = dict(ADJUSTED[number])
     *_, start = (0, *options.pop("prompt", ()))
-    return sequences(_logits(P_CHAIN), _SEQUENCE, start=start, **options)
+    return sequences(raw_logits(P_CHAIN), SEQUENCE, start=start, **options)
 
 
 @pytest.mark.parametrize(("draft_length", "batch"), [(2, 1), (4, 4)] + [
     pytest.param(*shape, marks=pytest.mark.slow)
     for shape in ((1, 1), (1, 4), (2, 4), (3, 1), (3, 4), (4, 1))])
 def test_outputs_under_options_have_the_targets_adjusted_distribution(draft_length, batch):
-    target, draft = chain_of_logits(_logits(P_CHAIN)), chain_of_logits(_logits(Q_CHAIN))
+    target, draft = chain_of_logits(raw_logits(P_CHAIN)), chain_of_logits(raw_logits(Q_CHAIN))
     for number, options in enumerate(ADJUSTED):
         tokens = sample(target, draft, draft_length, batch, outputs=2000, **options)
         assert triples(tokens, expected_sequences(number)) > 1e-4, options
@@ -315,7 +355,7 @@ def test_penalties_that_miss_the_drafts_before_a_row_would_be_seen(monkeypatch):
     options = dict(presence_penalty=0.9, frequency_penalty=0.6)
     runner.cache_clear()
     try:
-        tokens = sample(chain_of_logits(_logits(P_CHAIN)), chain_of_logits(_logits(Q_CHAIN)),
+        tokens = sample(chain_of_logits(raw_logits(P_CHAIN)), chain_of_logits(raw_logits(Q_CHAIN)),
                         4, 4, **options)
     finally:
         runner.cache_clear()

@@ -31,6 +31,18 @@ class Quantization(enum.StrEnum):
     INT8 = "int8"
 
 
+class Sampler(enum.StrEnum):
+    """How drafts are made and judged.
+
+    ``REJECTION``: by the accept test of speculative sampling, which accepts as many drafts as any
+    exact rule can. ``COUPLED``: by random numbers that target and draft share, so that a seed gives
+    one output whatever the draft and the draft length (see ``tpuspec.coupled_sampling``).
+    """
+
+    REJECTION = "rejection"
+    COUPLED = "coupled"
+
+
 def check_range(name: str, value: float, low: float, high: float | None) -> None:
     """Raises ValueError naming the field, the value and the bound."""
     if value >= low and (high is None or value <= high):
@@ -138,6 +150,7 @@ class EngineConfig:
       draft_lengths: the ladder of compiled draft lengths; 0 is plain decoding.
       draft_length: draft length of a request that names none; None chooses one before
         every step (see ``draft_lengths``).
+      sampler: how drafts are judged.
     """
 
     slots: int = 4
@@ -145,8 +158,10 @@ class EngineConfig:
     max_target_length: int = 256
     draft_lengths: tuple[int, ...] = (0, 1, 2, 3, 5, 7)
     draft_length: int | None = 3
+    sampler: Sampler = Sampler.REJECTION
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "sampler", Sampler(self.sampler))
         check_range("slots", self.slots, 1, None)
         check_range("max_target_length", self.max_target_length, 1, None)
         for name, low in (("source_buckets", 1), ("draft_lengths", 0)):

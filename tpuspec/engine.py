@@ -116,6 +116,7 @@ class Engine:
         self._weights = self._definitions.weights(*filter(None, (target, draft)))
         self._state = self._definitions.empty_state()
         self._tenants: dict[int, _Tenant] = {}
+        self._sources: dict[int, tuple[int, ...]] = {}  # whose cross K/V a slot holds
         self._lengths: DraftLengths | None = None
         self._disturbed = True  # other programs were launched since the last step
         self._read_at = 0.0  # when the last step was read
@@ -165,7 +166,8 @@ class Engine:
                max_new_tokens: int, eos_ids: Sequence[int], draft_length: int | None,
                label: str = "", min_new_tokens: int = 0, decoder_prompt: Sequence[int] = (),
                logprobs: bool = False) -> None:
-        """Encodes a source once per model and gives it a slot.
+        """Gives a request a slot. Its source is encoded once per model, but not if a slot still
+        holds what the same source gave before: that is copied.
 
         Args:
           source: ids, final EOS included; 1 to config.max_source_length of them.
@@ -204,12 +206,10 @@ class Engine:
             for value in ids:
                 check_range(name, value, 0, self.vocabulary_size - 1)
         sampling.check_ids(self.vocabulary_size)
+        sampling.check_sampler(config.sampler)
         check_min_new_tokens(min_new_tokens, max_new_tokens=max_new_tokens, eos_ids=eos_ids,
                              sampling=sampling, vocabulary_size=self.vocabulary_size)
         words = seed_words(seed)
-        bucket = config.source_bucket(len(source))
-        tokens = np.zeros((1, bucket), np.int32)
-        tokens[0, :len(source)] = source
         eos = np.full((1, MAX_EOS_IDS), NO_ID, np.int32)
         eos[0, :len(eos_ids)] = eos_ids
 
@@ -227,11 +227,25 @@ class Engine:
                 [sampling], self.vocabulary_size, config.max_target_length,
                 min_new_tokens=min_new_tokens, prompt=decoder_prompt),
             logprobs_B=one(logprobs, np.bool_))
-        self._state = self._run(("insert", bucket), self._state, np.int32(slot), tokens, row)
+        self._enter(slot, tuple(source), row)
         self._disturbed = True
         self._tenants[slot] = _Tenant(
             len(source), draft_length, label,
             None if self._lengths is None else self._lengths.newcomer(label, limit))
+
+    def _enter(self, slot: int, source: tuple[int, ...], row: Slots) -> None:
+        if self._definitions.copies:
+            for holder, held in self._sources.items():
+                if held == source:
+                    self._state = self._run(("copy",), self._state, np.int32(slot), row,
+                                            np.int32(holder))
+                    self._sources[slot] = source
+                    return
+        bucket = self.config.source_bucket(len(source))
+        tokens = np.zeros((1, bucket), np.int32)
+        tokens[0, :len(source)] = source
+        self._state = self._run(("insert", bucket), self._state, np.int32(slot), row, tokens)
+        self._sources[slot] = source
 
     def step(self) -> StepHandle:
         """Launches one step of all slots and returns at once.

@@ -96,12 +96,32 @@ class DecoderCache:
                 filled.append(lax.dynamic_update_slice(buffer, row, at))
             return tuple(filled)
 
-        own = self.self_k[0]
-        nothing = len(keys_values) * [jnp.zeros((1, *own.shape[-3:]), own.dtype)]
         return dataclasses.replace(
-            self, self_k=fill(self.self_k, nothing), self_v=fill(self.self_v, nothing),
+            self._empty_slot(slot),
             cross_k=fill(self.cross_k, [source(k) for k, _ in keys_values]),
             cross_v=fill(self.cross_v, [source(v) for _, v in keys_values]))
+
+    def copy_source(self, holder: Int[Array, ""], slot: Int[Array, ""]) -> "DecoderCache":
+        """The same with the cross K/V that another slot holds, or this one."""
+        def copy(buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            axis = buffers[0].ndim - 4
+            rows = [lax.dynamic_slice_in_dim(buffer, holder, 1, axis) for buffer in buffers]
+            return tuple(lax.dynamic_update_slice_in_dim(buffer, row, slot, axis)
+                         for buffer, row in zip(buffers, rows, strict=True))
+
+        return dataclasses.replace(
+            self._empty_slot(slot), cross_k=copy(self.cross_k), cross_v=copy(self.cross_v))
+
+    def _empty_slot(self, slot: Int[Array, ""]) -> "DecoderCache":
+        """Without decoder positions of the slot."""
+        def empty(buffers: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            axis = buffers[0].ndim - 4
+            nothing = jnp.zeros_like(lax.slice_in_dim(buffers[0], 0, 1, axis=axis))
+            return tuple(lax.dynamic_update_slice_in_dim(buffer, nothing, slot, axis)
+                         for buffer in buffers)
+
+        return dataclasses.replace(
+            self, self_k=empty(self.self_k), self_v=empty(self.self_v))
 
 
 def write_window(buffer_BNTH: Float[Array, "B N T H"], new_BNGH: Float[Array, "B N G H"],

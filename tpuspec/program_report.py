@@ -165,7 +165,7 @@ def report(topology: Topology, target: T5Config, draft: T5Config | None, config:
     engine = AbstractEngine(models, config, topology, mesh_shape=mesh_shape,
                             vocabulary_size=vocabulary_size)
     keys = [key for key in (*engine.programs.requests(), *engine.programs.single_passes())
-            if key != ("release",)]
+            if key not in (("release",), ("copy",))]
     rows: dict[Key, ProgramRow] = {}
     extra = 0
     for done, key in enumerate(keys):

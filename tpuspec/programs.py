@@ -21,7 +21,8 @@ from tpuspec.pass_timing import passes
 from tpuspec.speculative_step import catch_up, step
 from tpuspec.t5 import T5
 
-# Of a program: ("step", γ, bucket), ("insert", bucket), ("release",), ("catch up",), ("pass", ...)
+# Of a program: ("step", γ, bucket), ("insert", bucket), ("copy",), ("release",), ("catch up",),
+# ("pass", ...)
 Key = tuple
 Weights = Sequence[list[jax.Array]]  # of the target and of the draft
 _MATRIX_ROWS = 8
@@ -124,6 +125,8 @@ class Programs:
     def requests(self) -> Iterator[Key]:
         """What requests need: steps, inserts, release."""
         yield ("release",)
+        if self.copies:
+            yield ("copy",)
         if self.config.draft_length is None:
             yield ("catch up",)
         for bucket in self.config.source_buckets:
@@ -138,6 +141,13 @@ class Programs:
             yield ("pass", "target", width)
         if len(self._models) == 2:
             yield ("pass", "draft", self.draft_width)
+
+    @property
+    def copies(self) -> bool:
+        """Whether a slot can take over what another has of a source. Where devices share the
+        slots, it would come by way of all of them, which is no faster than to encode."""
+        shared = self._mesh is not None and self._mesh.shape[mesh_lib.DATA] > 1
+        return self.config.slots > 1 and not shared
 
     def read_bucket(self, source_length: int) -> int:
         """Source positions that a step reads at the most. The kernels read no further
@@ -185,9 +195,12 @@ class Programs:
         """A program and the shapes of its arguments after the state."""
         name, *rest = key
         scalar = jax.ShapeDtypeStruct((), jnp.int32)
+        row = jax.eval_shape(lambda: self._empty_slots(1))
         if name == "insert":
             tokens = jax.ShapeDtypeStruct((1, rest[0]), jnp.int32)
-            return self._insert, (scalar, tokens, jax.eval_shape(lambda: self._empty_slots(1)))
+            return self._insert, (scalar, row, tokens)
+        if name == "copy":
+            return self._copy, (scalar, row, scalar)
         if name in ("release", "catch up"):
             return self._release if name == "release" else self._catch_up, (scalar,)
         return functools.partial(self._step if name == "step" else self._pass, *rest), ()
@@ -206,8 +219,8 @@ class Programs:
         leaves, stacks = self._fused.unstack(rest[0])
         return one(0, target), FusedT5(one(1, leaves), stacks)
 
-    def _insert(self, weights: Weights, state: DecodeState, slot: jax.Array,
-                tokens: jax.Array, row: Slots) -> DecodeState:
+    def _insert(self, weights: Weights, state: DecodeState, slot: jax.Array, row: Slots,
+                tokens: jax.Array) -> DecodeState:
         def fill(model: Model, cache: DecoderCache) -> DecoderCache:
             encoded = model.encode(tokens, row.source_length_B)
             return cache.insert_source(slot, model.cross_keys_values(encoded))
@@ -216,13 +229,25 @@ class Programs:
         draft_cache = state.draft_cache
         if draft is not None and draft_cache is not None:
             draft_cache = fill(draft, draft_cache)
+        return self._enter(state, slot, row, fill(target, state.target_cache), draft_cache)
+
+    def _copy(self, weights: Weights, state: DecodeState, slot: jax.Array, row: Slots,
+              holder: jax.Array) -> DecodeState:
+        draft_cache = state.draft_cache
+        if draft_cache is not None:
+            draft_cache = draft_cache.copy_source(holder, slot)
+        return self._enter(state, slot, row, state.target_cache.copy_source(holder, slot),
+                           draft_cache)
+
+    def _enter(self, state: DecodeState, slot: jax.Array, row: Slots,
+               target_cache: DecoderCache, draft_cache: DecoderCache | None) -> DecodeState:
         history = state.history_BT
         if history is not None:
             history = lax.dynamic_update_slice(
                 history, row.last_two_B2[:, :1], (slot, jnp.int32(0)))
         return dataclasses.replace(
             state, slots=state.slots.insert(slot, row), draft_cache=draft_cache,
-            target_cache=fill(target, state.target_cache), history_BT=history)
+            target_cache=target_cache, history_BT=history)
 
     def _step(self, rung: int, bucket: int, weights: Weights, state: DecodeState,
               ) -> tuple[DecodeState, jax.Array]:
@@ -230,7 +255,8 @@ class Programs:
         state, output = step(target, draft, state, draft_length=rung,
                              target_width=self.target_width(rung), source_positions=bucket,
                              vocabulary_size=self._vocabulary_size,
-                             draft_width=self.draft_width, kernels=self._kernels)
+                             draft_width=self.draft_width, sampler=self.config.sampler,
+                             kernels=self._kernels)
         return state, output.pack()
 
     def _release(self, weights: Weights, state: DecodeState, slot: jax.Array) -> DecodeState:

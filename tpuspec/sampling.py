@@ -16,7 +16,7 @@ import numpy as np
 from jax.extend import random
 from jaxtyping import Array, Float, Int, UInt32
 
-from tpuspec.config import check_range
+from tpuspec.config import Sampler, check_range
 from tpuspec.kernels import WarpOptions
 
 
@@ -38,6 +38,8 @@ class SamplingParams:
       logit_bias: added to the logits, by id.
       banned_ids: never come.
       allowed_ids: all other ids never come; empty is off.
+      lenience: below 1, drafts are accepted more often and outputs are not exact (see
+        ``tpuspec.lenience``); 1 is off.
 
     They act in this order: penalties, bias, bans, temperature, top-k, top-p, min-p.
     """
@@ -52,6 +54,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     banned_ids: Sequence[int] = ()
     allowed_ids: Sequence[int] = ()
+    lenience: float = 1.0
 
     def __post_init__(self) -> None:
         check_range("temperature", self.temperature, 0.0, 100.0)
@@ -68,6 +71,19 @@ class SamplingParams:
         check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         for token, value in self.logit_bias.items():
             check_range(f"logit_bias[{token}]", value, -100.0, 100.0)
+        if not 0.0 < self.lenience <= 1.0:
+            raise ValueError(f"lenience must be in (0, 1], got {self.lenience}")
+
+    @property
+    def exact(self) -> bool:
+        """Whether outputs have the target's distribution."""
+        return self.lenience == 1
+
+    def check_sampler(self, sampler: Sampler) -> None:
+        """Raises ValueError on what this sampler cannot do."""
+        if sampler is Sampler.COUPLED and not self.exact:
+            raise ValueError("lenience must be 1 with coupled sampling, which has no accept test, "
+                             f"got {self.lenience}")
 
     def check_ids(self, vocabulary_size: int) -> None:
         """Raises ValueError on ids that do not exist, and if none may come."""
@@ -109,7 +125,7 @@ def check_min_new_tokens(value: int, *, max_new_tokens: int, eos_ids: Sequence[i
 
 
 @functools.partial(jax.tree_util.register_dataclass,
-                   data_fields=["temperature_B", "top_k_B", "top_p_B", "min_p_B"],
+                   data_fields=["temperature_B", "top_k_B", "top_p_B", "min_p_B", "lenience_B"],
                    meta_fields=[])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotSampling:
@@ -119,6 +135,7 @@ class SlotSampling:
     top_k_B: jax.Array
     top_p_B: jax.Array
     min_p_B: jax.Array
+    lenience_B: jax.Array
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> "SlotSampling":
@@ -128,7 +145,8 @@ class SlotSampling:
 
         return cls(temperature_B=column("temperature", np.float32),
                    top_k_B=column("top_k", np.int32), top_p_B=column("top_p", np.float32),
-                   min_p_B=column("min_p", np.float32))
+                   min_p_B=column("min_p", np.float32),
+                   lenience_B=column("lenience", np.float32))
 
     @classmethod
     def greedy(cls, slots: int) -> "SlotSampling":
@@ -137,7 +155,12 @@ class SlotSampling:
     def where(self, active_B: jax.Array) -> "SlotSampling":
         """The same, with the other slots greedy: the cheapest way to sample."""
         return dataclasses.replace(
-            self, temperature_B=jnp.where(active_B, self.temperature_B, 0.0))
+            self, temperature_B=jnp.where(active_B, self.temperature_B, 0.0),
+            lenience_B=jnp.where(active_B, self.lenience_B, 1.0))
+
+    @property
+    def leniently_greedy_B(self) -> jax.Array:
+        return (self.temperature_B == 0) & (self.lenience_B < 1)
 
     def options(self) -> WarpOptions:
         """As kernels take it."""

@@ -6,11 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from tpuspec.config import Sampler
+from tpuspec.coupled_sampling import accept_equal, arrivals, propose_one
 from tpuspec.decode_state import DecodeState, FinishReason, Slots, StepOutput
 from tpuspec.fused_decoder import Model
 from tpuspec.kernel_choice import XLA, KernelChoice
 from tpuspec.kernels import SampledTokens, WarpedRows
 from tpuspec.kv_cache import DecoderCache
+from tpuspec.lenience import lenient_coins, lenient_logits
 from tpuspec.logit_adjustment import NO_ID
 from tpuspec.sampling import Purpose, uniforms
 from tpuspec.t5 import T5
@@ -19,7 +22,8 @@ from tpuspec.token_logprobs import TokenLogprobs, token_logprobs
 
 def step(target: T5, draft: Model | None, state: DecodeState, *, draft_length: int,
          target_width: int, source_positions: int, vocabulary_size: int,
-         draft_width: int = 1, kernels: KernelChoice = XLA) -> tuple[DecodeState, StepOutput]:
+         draft_width: int = 1, sampler: Sampler = Sampler.REJECTION,
+         kernels: KernelChoice = XLA) -> tuple[DecodeState, StepOutput]:
     """Advances every active slot by 1 to ``draft_length + 1`` tokens.
 
     Args:
@@ -31,6 +35,8 @@ def step(target: T5, draft: Model | None, state: DecodeState, *, draft_length: i
       vocabulary_size: ids that exist.
       draft_width: positions of a draft pass, static; what is more than its tokens is
         padding, as in the target pass.
+      sampler: how drafts are made and judged, static. The kernels know one way; coupled
+        sampling is left to XLA on a TPU, too.
 
     Source: Leviathan et al. 2022, Algorithm 1; Chen et al. 2023, Algorithm 2.
     """
@@ -39,7 +45,13 @@ def step(target: T5, draft: Model | None, state: DecodeState, *, draft_length: i
         state.slots.active_B))
     pending_B = pending_token(slots)
     positions_BG = slots.length_B[:, None] + jnp.arange(draft_length + 1)[None, :]
-    coins = uniforms(slots.seed_B2, positions_BG)
+    coupled, options = sampler is Sampler.COUPLED, slots.sampling.options()
+    if coupled:
+        arrivals_BGV = arrivals(slots.seed_B2, positions_BG, options, vocabulary_size)
+        random_Bγ = arrivals_BGV[:, :-1]
+    else:
+        coins = uniforms(slots.seed_B2, positions_BG)
+        random_Bγ = coins[Purpose.DRAFT, :, :-1]
     none_Bγ = jnp.zeros((pending_B.shape[0], 0))
     drafted = SampledTokens(none_Bγ.astype(jnp.int32), WarpedRows(none_Bγ, none_Bγ, none_Bγ),
                             none_Bγ.astype(bool))
@@ -49,8 +61,8 @@ def step(target: T5, draft: Model | None, state: DecodeState, *, draft_length: i
         assert draft is not None and draft_cache is not None
         with jax.named_scope("draft"):
             drafted, draft_logits_BγV, draft_cache = propose(
-                draft, slots, draft_cache, coins[Purpose.DRAFT, :, :-1], source_positions,
-                vocabulary_size, draft_width, kernels)
+                draft, slots, draft_cache, random_Bγ, source_positions, vocabulary_size,
+                draft_width, coupled, kernels)
     drafts_Bγ = drafted.token_B
 
     with jax.named_scope("verify"):
@@ -62,34 +74,45 @@ def step(target: T5, draft: Model | None, state: DecodeState, *, draft_length: i
     with jax.named_scope("accept"):
         limit_B = jnp.minimum(slots.draft_limit_B, draft_length)
         index = jnp.arange(draft_length + 1)[None, :]
+        examined_Bγ = index[:, :-1] < limit_B[:, None]
 
         def adjusted() -> jax.Array:
             earlier = index[:, None, :-1] < index[:, :, None]
             new_Bγ = slots.adjustments.new(drafts_Bγ, positions_BG[:, :-1])
             before_BGγ = jnp.where(earlier, new_Bγ[:, None, :], NO_ID)
-            return slots.adjustments.adjust(logits_BGV, positions_BG, before_BGγ,
-                                            slots.eos_ids_BE)
+            chosen_BGV = slots.adjustments.adjust(logits_BGV, positions_BG, before_BGγ,
+                                                  slots.eos_ids_BE)
+            return chosen_BGV if coupled else lenient_logits(
+                chosen_BGV, drafts_Bγ, examined_Bγ, slots.sampling, vocabulary_size)
 
         # Where nothing is to be adjusted this is a copy: a microsecond or two a slot. The
         # accept test in both branches would compile, and lie in memory, twice.
-        chosen_BGV = lax.cond(slots.adjusting, adjusted, lambda: logits_BGV)
-        outcome = kernels.rejection_sample(
-            drafts_Bγ, draft_logits_BγV, drafted.rows_B, chosen_BGV, slots.sampling.options(),
-            limit_B, slots.active_B, coins[Purpose.ACCEPT, :, :-1], coins[Purpose.CORRECTION],
-            vocabulary_size=vocabulary_size)
+        adjusting = slots.adjusting | jnp.any(slots.sampling.leniently_greedy_B)
+        chosen_BGV = lax.cond(adjusting, adjusted, lambda: logits_BGV)
+        if coupled:
+            outcome = accept_equal(drafts_Bγ, chosen_BGV, options, arrivals_BGV, limit_B,
+                                   slots.active_B, vocabulary_size)
+        else:
+            outcome = kernels.rejection_sample(
+                drafts_Bγ, draft_logits_BγV, drafted.rows_B, chosen_BGV, options, limit_B,
+                slots.active_B, lenient_coins(coins[Purpose.ACCEPT, :, :-1], slots.sampling),
+                coins[Purpose.CORRECTION], vocabulary_size=vocabulary_size)
     with jax.named_scope("commit"):
         accepted_B = outcome.accepted_B
         tokens_BG = jnp.where(
             index < accepted_B[:, None], jnp.pad(drafts_Bγ, ((0, 0), (0, 1))),
             jnp.where(index == accepted_B[:, None], outcome.next_token_B[:, None], 0))
-        examined_Bγ = jnp.arange(draft_length)[None, :] < limit_B[:, None]
+        # min(p, q) is the chance of acceptance under the strict rule alone.
+        kept_Bγ = (index[:, :-1] < accepted_B[:, None]).astype(jnp.float32)
+        overlap_Bγ = jnp.where((slots.sampling.lenience_B < 1)[:, None], kept_Bγ,
+                               outcome.overlap_Bγ)
         sound_B = outcome.sound_B & jnp.all(drafted.sound_B | ~examined_Bγ, axis=1)
         asked = jnp.any(slots.active_B & slots.logprobs_B)
         logprobs = token_logprobs(logits_BGV, tokens_BG, asked, vocabulary_size)
         history_BT = state.history_BT
         before_B = slots.length_B
         slots, output = commit(slots, tokens_BG, logprobs, accepted_B, limit_B,
-                               outcome.overlap_Bγ, sound_B)
+                               overlap_Bγ, sound_B)
         if history_BT is not None:
             history_BT = appended(history_BT, before_B, tokens_BG, slots.length_B - before_B)
     return DecodeState(slots=slots, target_cache=target_cache, draft_cache=draft_cache,
@@ -110,11 +133,14 @@ def read(model: Model, tokens_BG: jax.Array, start_B: jax.Array, slots: Slots,
     return logits, dataclasses.replace(cache, self_k=written.self_k, self_v=written.self_v)
 
 
-def propose(draft: Model, slots: Slots, cache: DecoderCache, coins_Bγ: jax.Array,
-            source_positions: int, vocabulary_size: int, width: int, kernels: KernelChoice,
-            ) -> tuple[SampledTokens, jax.Array, DecoderCache]:
-    """One draft pass per coin. Returns the drafts with the figures of their
-    distributions, all [B, γ], the logits [B, γ, V] and the draft's cache.
+def propose(draft: Model, slots: Slots, cache: DecoderCache, random_Bγ: jax.Array,
+            source_positions: int, vocabulary_size: int, width: int, coupled: bool,
+            kernels: KernelChoice) -> tuple[SampledTokens, jax.Array, DecoderCache]:
+    """γ draft passes. Returns the drafts with the figures of their distributions, all [B, γ],
+    the logits [B, γ, V] and the draft's cache.
+
+    Args:
+      random_Bγ: a uniform number for each draft; with coupled sampling one for each id.
 
     The first pass reads the last two final tokens. The first of them is a rewrite
     with the same values, except after a step in which every draft was accepted,
@@ -122,7 +148,7 @@ def propose(draft: Model, slots: Slots, cache: DecoderCache, coins_Bγ: jax.Arra
     """
     options = slots.sampling.options()
 
-    def sample(tokens_BG: jax.Array, start_B: jax.Array, row_B: jax.Array, coin_B: jax.Array,
+    def sample(tokens_BG: jax.Array, start_B: jax.Array, row_B: jax.Array, random_B: jax.Array,
                before_Bγ: jax.Array, cache: DecoderCache,
                ) -> tuple[tuple[SampledTokens, jax.Array], DecoderCache]:
         padding = max(width - tokens_BG.shape[1], 0)
@@ -135,24 +161,27 @@ def propose(draft: Model, slots: Slots, cache: DecoderCache, coins_Bγ: jax.Arra
             slots.adjusting, lambda: slots.adjustments.adjust(
                 logits_BRV, (start_B + row_B + 1)[:, None], before_Bγ[:, None],
                 slots.eos_ids_BE), lambda: logits_BRV)[:, 0]
-        return (kernels.sample_tokens(logits_BV, options, coin_B,
+        if coupled:
+            return (propose_one(logits_BV, options, random_B, vocabulary_size), logits_BV), cache
+        return (kernels.sample_tokens(logits_BV, options, random_B,
                                       vocabulary_size=vocabulary_size), logits_BV), cache
 
     start_B = jnp.maximum(slots.length_B - 2, 0)
-    nothing_Bγ = jnp.full(coins_Bγ.shape, NO_ID)
+    nothing_Bγ = jnp.full(random_Bγ.shape[:2], NO_ID)
     first, cache = sample(slots.last_two_B2, start_B, slots.length_B - 1 - start_B,
-                          coins_Bγ[:, 0], nothing_Bγ, cache)
+                          random_Bγ[:, 0], nothing_Bγ, cache)
 
-    def body(carry, coin_B):
+    def body(carry, random_B):
         token_B, position_B, before_Bγ, cache = carry
         new_B1 = slots.adjustments.new(token_B[:, None], position_B[:, None])
         before_Bγ = jnp.concatenate([before_Bγ[:, 1:], new_B1], axis=1)
-        sampled, cache = sample(token_B[:, None], position_B, jnp.zeros_like(position_B), coin_B,
-                                before_Bγ, cache)
+        sampled, cache = sample(token_B[:, None], position_B, jnp.zeros_like(position_B),
+                                random_B, before_Bγ, cache)
         return (sampled[0].token_B, position_B + 1, before_Bγ, cache), sampled
 
     (*_, cache), rest = lax.scan(
-        body, (first[0].token_B, slots.length_B, nothing_Bγ, cache), coins_Bγ[:, 1:].T)
+        body, (first[0].token_B, slots.length_B, nothing_Bγ, cache),
+        jnp.moveaxis(random_Bγ[:, 1:], 1, 0))
     drafted, logits_BγV = jax.tree.map(
         lambda one, more: jnp.moveaxis(jnp.concatenate([one[None], more]), 0, 1), first, rest)
     return drafted, logits_BγV, cache

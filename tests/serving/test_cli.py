@@ -78,7 +78,7 @@ def test_every_option_is_a_flag_and_reaches_the_request(command):
              "repetition_penalty": "1.2", "presence_penalty": "-1.5", "frequency_penalty": "0.3",
              "logit_bias": "5:1.5,9:-100", "banned_ids": "3,4", "allowed_ids": "5,6",
              "min_new_tokens": "2", "stop": "x", "eos_ids": "1,8", "logprobs": "3",
-             "decoder_prompt": "so it begins"}
+             "decoder_prompt": "so it begins", "n": "4", "lenience": "0.5"}
     assert set(flags) | {"ignore_eos"} == set(OPTIONS)
     args = make_parser().parse_args(
         [*command, *(f"--{name}={value}" for name, value in flags.items())])
@@ -87,9 +87,9 @@ def test_every_option_is_a_flag_and_reaches_the_request(command):
     assert (list(request.sampling.banned_ids), list(request.sampling.allowed_ids)) == (
         [3, 4], [5, 6])
     assert (list(request.stop), list(request.eos_ids), request.min_new_tokens) == (["x"], [1, 8], 2)
-    assert (request.logprobs, request.decoder_text) == (3, "so it begins")
+    assert (request.logprobs, request.decoder_text, request.n) == (3, "so it begins", 4)
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty",
-                 "presence_penalty", "frequency_penalty"):
+                 "presence_penalty", "frequency_penalty", "lenience"):
         assert getattr(request.sampling, name) == float(flags[name])
 
 

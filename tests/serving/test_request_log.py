@@ -46,6 +46,11 @@ def test_every_end_is_logged_once_with_the_requests_id(lines):
         assert 0 <= line["queue_seconds"] <= line["first_token_seconds"] <= line["seconds"]
         assert line["time"].endswith("Z")
 
+        await it.answer([10, 9], request_id="twice", n=2)
+        line, = lines()
+        assert (line["request_id"], line["code"], line["finish"], line["new_tokens"],
+                line["target_runs"]) == ("twice", "OK", "EOS,EOS", 20, 6)
+
         await status_of(it.answer([10], request_id="bad", top_k=-1))
         line, = lines()
         assert (line["request_id"], line["code"], line["field"]) == (

@@ -11,6 +11,8 @@ from tpuspec.serving.scheduler import QueueFull, Scheduler
 @dataclasses.dataclass(eq=False)
 class Job:
     deadline: float | None = None
+    rank: float = 0.0
+    tokens: int = 1
 
 
 def submitted(scheduler: Scheduler, count: int) -> list[Job]:
@@ -47,6 +49,46 @@ def test_queue_of_no_length_still_fills_the_slots():
     scheduler.submit(Job())
     with pytest.raises(QueueFull):
         scheduler.submit(Job())
+
+
+def test_queue_has_an_end_in_tokens_beside_that_in_requests():
+    scheduler: Scheduler[Job] = Scheduler(slots=1, queue_limit=9, queue_tokens=100)
+    huge = Job(tokens=1000)
+    scheduler.submit(huge)  # goes straight into the slot
+    scheduler.submit(Job(tokens=60))
+    with pytest.raises(QueueFull, match="101 tokens would wait, the limit is 100"):
+        scheduler.submit(Job(tokens=41))
+    scheduler.submit(Job(tokens=40))
+    assert len(scheduler.waiting) == 3
+    scheduler.plan(0.0)
+    with pytest.raises(QueueFull, match="101 tokens"):
+        scheduler.submit(Job(tokens=1))
+    scheduler.finish(0, huge)
+    scheduler.submit(Job(tokens=60))  # the slot takes the first that wait
+
+
+def test_several_enter_the_queue_together_or_not_at_all():
+    scheduler: Scheduler[Job] = Scheduler(slots=2, queue_limit=3)
+    together = [Job() for _ in range(5)]
+    scheduler.submit(*together[:4])
+    with pytest.raises(QueueFull, match="4 requests wait, 2 more came, the limit is 3"):
+        scheduler.submit(Job(), Job())
+    assert scheduler.waiting == tuple(together[:4])
+    scheduler.submit(together[4])
+    assert [job for _, job in scheduler.plan(0.0).admitted] == together[:2]
+
+
+def test_lower_ranks_leave_the_queue_first_and_equal_ones_in_order_of_arrival():
+    scheduler: Scheduler[Job] = Scheduler(slots=1, queue_limit=9)
+    jobs = [Job(rank=rank) for rank in (5.0, 1.0, 5.0, 0.0, 1.0)]
+    for job in jobs:
+        scheduler.submit(job)
+    order = []
+    while scheduler.has_work:
+        (slot, job), = scheduler.plan(0.0).admitted
+        order.append(jobs.index(job))
+        scheduler.finish(slot, job)
+    assert order == [3, 1, 4, 0, 2]
 
 
 def test_cancelled_request_leaves_the_queue_at_once_and_its_slot_with_the_next_plan():
@@ -91,7 +133,8 @@ def test_random_traces_lose_no_request_and_no_slot(seed):
     for now in range(400):
         match rng.choice(["submit", "submit", "cancel", "finish", "plan", "plan"]):
             case "submit":
-                job = Job(None if rng.random() < 0.7 else now + rng.randint(1, 40))
+                job = Job(None if rng.random() < 0.7 else now + rng.randint(1, 40),
+                          rank=rng.choice([0.0, 1.0, float(now)]))
                 try:
                     scheduler.submit(job)
                     live.append(job)
@@ -118,7 +161,10 @@ def test_random_traces_lose_no_request_and_no_slot(seed):
                     assert slot not in holder
                     holder[slot] = job
                 admitted = [job for _, job in plan.admitted]
-                assert admitted == [job for job in live if job in admitted]
+                by_rank = sorted(live, key=lambda job: job.rank)
+                assert admitted == [job for job in by_rank if job in admitted]
+                assert all(job in holder.values() or job.rank >= last.rank
+                           for last in admitted[-1:] for job in live)
                 # A plan leaves no slot free while somebody waits.
                 assert not scheduler.waiting or len(holder) == slots
         assert scheduler.running == holder

@@ -150,7 +150,7 @@ def test_drafts_beyond_a_stop_string_are_not_counted_as_accepted():
         def flush(self):
             return ""
 
-    ticket = Ticket(request, None, OutputText(Letters(), request.stop), now=0.0)
+    ticket = Ticket(request, 0, None, OutputText(Letters(), request.stop), now=0.0)
     chunk = ticket.advance(output, 0, 1.0)
     assert (len(chunk.tokens), chunk.steps.accepted, chunk.steps.examined) == (1, 1, 1)
     assert chunk.steps.emitted == 1 and chunk.steps.overlap == pytest.approx(0.8)

@@ -10,7 +10,7 @@ from tpuspec.serving.errors import ErrorCode, RequestError
 from tpuspec.serving.request import Ending, Finish, Origin, Timings, Token, TokenChunk
 from tpuspec.serving.token_stream import TokenStream
 
-FINISH = Finish(ending=Ending.EOS, stop="", decode_tokens=0,
+FINISH = Finish(ending=Ending.EOS, stop="", seed=0, decode_tokens=0,
                 timings=Timings(queue=0, first_token=0, decode=0, total=0))
 
 

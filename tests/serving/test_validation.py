@@ -1,6 +1,7 @@
 """The door: every field out of bounds is refused with its name, its value and the bound."""
 
 import asyncio
+import dataclasses
 import math
 
 import grpc
@@ -71,6 +72,13 @@ BARE_DOOR = Door(CONFIG, vocabulary_size=2000, eos_id=1, vocabulary=None)
     (dict(stop=["a", ""]), r"stop\[1\] must have 1 to 256 characters, got 0"),
     (dict(stop=["a" * 257]), r"stop\[0\] must have 1 to 256 characters, got 257"),
     (dict(stop=["a"] * 9), "stop must have 0 to 8 strings, got 9"),
+    (dict(n=0), r"n must be in \[1, 2\], got 0"),
+    (dict(n=3), r"n must be in \[1, 2\], got 3"),
+    (dict(priority=101), r"priority must be in \[-100, 100\], got 101"),
+    (dict(priority=-101), r"priority must be in \[-100, 100\], got -101"),
+    (dict(lenience=0.0), r"sampling.lenience must be in \(0, 1\], got 0.0"),
+    (dict(lenience=1.5), r"sampling.lenience must be in \(0, 1\], got 1.5"),
+    (dict(lenience=math.nan), "sampling.lenience must be finite, got nan"),
     (dict(label="a" * 65), "label must have 0 to 64 characters, got 65"),
     (dict(request_id="a" * 257), "request_id must have 0 to 256 characters, got 257"),
 ])
@@ -112,6 +120,15 @@ def test_options_reach_the_request():
     assert (request.min_new_tokens, request.logprobs) == (3, 0)
     assert DOOR.check(make_request("one")).logprobs is None
     assert DOOR.check(make_request([5], allowed_ids=[1])).sampling.allowed_ids == (1,)
+
+
+def test_lenience_has_no_meaning_where_nothing_is_accepted_by_chance():
+    config = dataclasses.replace(CONFIG, sampler="coupled")
+    door = Door(config, vocabulary_size=2000, eos_id=1, vocabulary=FakeVocabulary())
+    assert door.check(make_request("one", lenience=1.0)).sampling.exact
+    with pytest.raises(ValueError, match="sampling.lenience must be 1 with coupled .*, got 0.5"):
+        door.check(make_request("one", lenience=0.5))
+    assert not DOOR.check(make_request("one", lenience=0.5)).sampling.exact
 
 
 def test_decoder_prompt_has_no_end_id_of_its_own_and_leaves_the_rest_for_new_tokens():
