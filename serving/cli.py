@@ -61,6 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
              _convert_flags),
             ("inspect", "say what a checkpoint is, and what it can be a pair with",
              _inspect_flags),
+            ("measure", "measure alpha, or what it takes, on this machine", _measure_flags),
             ("plan", "what a pair should gain by Eq. (5), by draft length", _plan_flags),
             ("compile", "compile the programs of a pair for a TPU that need not be there: "
              "memory, estimated times, what to expect", _compile_flags)):
@@ -249,6 +250,46 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
 
+def _measure_flags(parser: argparse.ArgumentParser) -> None:
+    measurements = parser.add_subparsers(dest="measurement", required=True, metavar="WHAT")
+    for name, summary, add_flags in (
+            ("alpha", "acceptance rate of any drafts along the target's own texts (Table 3)",
+             _alpha_flags),):
+        add_flags(measurements.add_parser(name, help=summary, description=summary + "."))
+
+
+def _alpha_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", metavar="DIR", help="checkpoint; without it the bundled one")
+    parser.add_argument("--draft", metavar="DRAFT", action="append",
+                        help="checkpoint, or one of bigram and unigram (tables of counts), ngram "
+                             "(copies what followed the last tokens before) and uniform; may be "
+                             "repeated. Without any: these four, and the bundled target's draft")
+    _machine_flags(parser)
+    _prompt_flags(parser)
+    parser.add_argument("--corpus", metavar="FILE.txt",
+                        help="texts, one a line, that the tables are made of; without it the "
+                             "target's own outputs for every second source, held out")
+    parser.add_argument("--tokens", type=_integer(1), default=10_000,
+                        help="measured at each temperature; at 0 every source is used once")
+    parser.add_argument("--top_k", type=_integer(0), default=0, help="0 is off")
+    parser.add_argument("--top_p", type=float, default=1.0, help="1 is off")
+    parser.add_argument("--slots", type=_integer(1), default=8, help="texts written at once")
+
+
+def _prompt_flags(parser: argparse.ArgumentParser) -> None:
+    _source_flags(parser)
+    parser.add_argument("--temperatures", type=_numbers(0.0), default=(0.0, 1.0),
+                        help="0 is greedy")
+    parser.add_argument("--max_new_tokens", type=_integer(1), default=128)
+
+
+def _source_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--input", metavar="FILE",
+                        help="sources as for batch, .jsonl or .txt; parameters in lines are left "
+                             "out. The bundled pair has some of its own")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+
+
 def _compile_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topology", default="v4", help="v4, v5e, v5p or v6e for one chip; "
                         "v4:2x2x1, v5e:2x2, v5p:2x2x1 or v6e:2x2 for a host")
@@ -287,6 +328,10 @@ def _certificate_flags(parser: argparse.ArgumentParser, whose: str) -> None:
 def _model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="DIR", help="checkpoint; without it the bundled pair")
     parser.add_argument("--draft", metavar="DIR", help="checkpoint; without it plain decoding")
+    _machine_flags(parser)
+
+
+def _machine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--platform", choices=("cpu", "tpu"), help="must be present")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "int8"),
                         help="bfloat16 on TPU and float32 elsewhere, if not given; int8 is the "

@@ -7,12 +7,13 @@ import importlib.resources
 import json
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import tqdm
+from jax.sharding import Mesh
 
 from tpuspec import checkpoint, memory, platform
 from tpuspec import mesh as mesh_lib
@@ -95,18 +96,14 @@ def load(models: Pair, config: EngineConfig, *, dtype: str | None = None,
     """
     _keep_compiled_programs()
     devices = jax.devices()
-    read_target = load_int8 if dtype == "int8" else checkpoint.load
-    if dtype is None or dtype == "int8":
-        dtype = default_dtype()
-    mesh = None if mesh_shape == (1, 1) else mesh_lib.make_mesh(*mesh_shape)
+    read_target, dtype, mesh = _how(dtype, mesh_shape)
     configs = [checkpoint.describe(path).config for path in (models.target, models.draft)
                if path is not None]
     if read_target is load_int8:
         configs[0] = dataclasses.replace(configs[0], quantization=Quantization.INT8)
     memory.check_fits(configs, config, dtype=jnp.dtype(dtype), mesh=mesh,
                       available=memory.device_memory(devices[0]))
-    options: dict[str, Any] = dict(dtype=jnp.dtype(dtype), shardings=None if mesh is None
-                                   else functools.partial(mesh_lib.param_shardings, mesh=mesh))
+    options = _options(dtype, mesh)
     target = read_target(models.target, **options)
     draft = None if models.draft is None else checkpoint.load(models.draft, **options)
     vocabulary = _common_vocabulary(target, draft)
@@ -126,6 +123,33 @@ def load(models: Pair, config: EngineConfig, *, dtype: str | None = None,
         draft_config_json="" if draft is None else json.dumps(draft.config.to_json()),
         eos_id=eos_id)
     return Served(engine=engine, vocabulary=vocabulary, info=info)
+
+
+def load_models(target: pathlib.Path, drafts: Iterable[pathlib.Path], *, dtype: str | None = None,
+                mesh_shape: tuple[int, int] = (1, 1)) -> tuple[LoadedModel, list[LoadedModel]]:
+    """The same models without an engine; drafts are compared with the target as in ``load``."""
+    _keep_compiled_programs()
+    read_target, dtype, mesh = _how(dtype, mesh_shape)
+    options = _options(dtype, mesh)
+    loaded = read_target(target, **options)
+    others = [checkpoint.load(path, **options) for path in drafts]
+    for other in others:
+        _common_vocabulary(loaded, other)
+    return loaded, others
+
+
+def _how(dtype: str | None, mesh_shape: tuple[int, int],
+         ) -> tuple[Callable[..., LoadedModel], str, Mesh | None]:
+    """What reads the target, the dtype in memory, and the mesh."""
+    read_target = load_int8 if dtype == "int8" else checkpoint.load
+    if dtype is None or dtype == "int8":
+        dtype = default_dtype()
+    return read_target, dtype, None if mesh_shape == (1, 1) else mesh_lib.make_mesh(*mesh_shape)
+
+
+def _options(dtype: str, mesh: Mesh | None) -> dict[str, Any]:
+    return dict(dtype=jnp.dtype(dtype), shardings=None if mesh is None
+                else functools.partial(mesh_lib.param_shardings, mesh=mesh))
 
 
 def default_dtype() -> str:
