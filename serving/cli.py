@@ -62,6 +62,8 @@ def make_parser() -> argparse.ArgumentParser:
             ("inspect", "say what a checkpoint is, and what it can be a pair with",
              _inspect_flags),
             ("measure", "measure alpha, or what it takes, on this machine", _measure_flags),
+            ("verify", "test that a pair samples exactly what its target would, on this machine",
+             _verify_flags),
             ("plan", "what a pair should gain by Eq. (5), by draft length", _plan_flags),
             ("compile", "compile the programs of a pair for a TPU that need not be there: "
              "memory, estimated times, what to expect", _compile_flags)):
@@ -274,6 +276,16 @@ def _alpha_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top_k", type=_integer(0), default=0, help="0 is off")
     parser.add_argument("--top_p", type=float, default=1.0, help="1 is off")
     parser.add_argument("--slots", type=_integer(1), default=8, help="texts written at once")
+
+
+def _verify_flags(parser: argparse.ArgumentParser) -> None:
+    _model_flags(parser)
+    _source_flags(parser)
+    parser.set_defaults(dtype="float32")  # rounding is not what is tested
+    parser.add_argument("--draft_length", type=_integer(1), default=3)
+    parser.add_argument("--samples", type=_integer(100), default=1000,
+                        help="outputs of each kind and source; four times as many see half the "
+                             "bias")
 
 
 def _prompt_flags(parser: argparse.ArgumentParser) -> None:
