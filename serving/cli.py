@@ -256,7 +256,9 @@ def _measure_flags(parser: argparse.ArgumentParser) -> None:
     measurements = parser.add_subparsers(dest="measurement", required=True, metavar="WHAT")
     for name, summary, add_flags in (
             ("alpha", "acceptance rate of any drafts along the target's own texts (Table 3)",
-             _alpha_flags),):
+             _alpha_flags),
+            ("speedup", "plain against speculative decoding of the same prompts, and what Eq. (5) "
+             "expects (Tables 2 and 4)", _speedup_flags)):
         add_flags(measurements.add_parser(name, help=summary, description=summary + "."))
 
 
@@ -276,6 +278,15 @@ def _alpha_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top_k", type=_integer(0), default=0, help="0 is off")
     parser.add_argument("--top_p", type=float, default=1.0, help="1 is off")
     parser.add_argument("--slots", type=_integer(1), default=8, help="texts written at once")
+
+
+def _speedup_flags(parser: argparse.ArgumentParser) -> None:
+    _model_flags(parser)
+    _prompt_flags(parser)
+    parser.add_argument("--draft_lengths", type=_integers(1), default=(1, 3, 5),
+                        help="each against plain decoding")
+    parser.add_argument("--repeats", type=_integer(1), default=5,
+                        help="of every prompt, with other seeds")
 
 
 def _verify_flags(parser: argparse.ArgumentParser) -> None:

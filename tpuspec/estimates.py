@@ -87,13 +87,19 @@ def bootstrap(figure: Callable[[np.ndarray], float], blocks: int, *, seed: int =
     """Percentile interval of any figure of whole blocks.
 
     Args:
-      figure: of block numbers [blocks], in which a block may come several times.
+      figure: of block numbers [blocks], in which a block may come several times; NaN where
+        these blocks have none.
+
+    Raises:
+      ValueError: all blocks together have none.
     """
     check_range("blocks", blocks, 1, None)
     value = figure(np.arange(blocks))
+    if math.isnan(value):
+        raise ValueError("there is too little to measure: outputs of a token or two")
     if blocks < 2:
         return Estimate(value=value, low=None, high=None, count=blocks, blocks=blocks)
     rng = np.random.default_rng(seed)
     drawn = [figure(rng.integers(blocks, size=blocks)) for _ in range(_RESAMPLES)]
-    low, high = np.quantile(drawn, (0.5 - LEVEL / 2, 0.5 + LEVEL / 2))
+    low, high = np.nanquantile(drawn, (0.5 - LEVEL / 2, 0.5 + LEVEL / 2))
     return Estimate(value=value, low=float(low), high=float(high), count=blocks, blocks=blocks)

@@ -1,12 +1,17 @@
 """``tpuspec measure`` on a pair of tiny models: what its documents say, and its tables."""
 
+import dataclasses
 import json
 
+import numpy as np
 import pytest
+from fake_engine import COST, FakeEngine, FakeVocabulary
 
 from tpuspec import checkpoint, theory
-from tpuspec.serving import measure_alpha
+from tpuspec.measurement import SpeculationStats
+from tpuspec.serving import measure_alpha, measure_speedup, models
 from tpuspec.serving.cli import make_parser
+from tpuspec.serving.service import ModelInfo
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +85,69 @@ def test_what_cannot_be_measured_is_refused_by_name(tiny_pair, tmp_path, flags, 
         ["measure", "alpha", "--target", str(tiny_pair / "target"), *flags])
     with pytest.raises(ValueError, match=message):
         measure_alpha.measure(args)
+
+
+def test_speedup_of_a_hand_computable_engine(fake_models, monkeypatch, tmp_path, capsys):
+    engines = []
+
+    def load(_, config, **__):
+        engines.append(FakeEngine(config, accepts=1, step_seconds=0.004))
+        return models.Served(engine=engines[0], vocabulary=FakeVocabulary(),
+                             info=ModelInfo(name="count", eos_id=1))
+
+    monkeypatch.setattr(models, "load", load)
+    path = tmp_path / "in.jsonl"
+    path.write_text('{"token_ids": [30, 21]}\n{"token_ids": [40, 31]}\n')
+    args = make_parser().parse_args([
+        "measure", "speedup", "--input", str(path), "--draft_lengths", "3,1", "--repeats", "3",
+        "--temperatures", "0", "--max_new_tokens", "64"])
+    document = measure_speedup.measure(args)
+    assert (document["prompts"], document["repeats"], document["target"]) == (2, 3, "target")
+    # Every prompt with every length, and once more to warm up.
+    assert engines[0].steps >= 4 * (22 + 32 + 2 * (11 + 16))
+    one, three = document["rows"]
+    assert set(one) >= {"plain_tokens_per_s", "speculative_tokens_per_s", "observed_speedup",
+                        "predicted_speedup", "alpha", "c", "widening", "gamma"}
+    assert (one["gamma"], three["gamma"]) == (1, 3)
+    assert one["alpha"] == 1.0 and three["alpha"] == pytest.approx(0.5)
+    assert (three["c"], three["widening"]) == (0.25, 1.25)
+    assert three["predicted_speedup"] == pytest.approx(theory.speedup(0.5, 3, 0.25, 1.25))
+    assert three["predicted_by_step_times"] == pytest.approx(2.0 * 2.0 / 4.0)
+    assert three["tokens_per_target_run"] == pytest.approx(2.0)
+    # Two tokens a step, and a step takes as long as a plain one here.
+    assert three["observed_speedup"] == pytest.approx(2.0, rel=0.5)
+    assert three["observed_speedup_low"] <= three["observed_speedup"] <= three[
+        "observed_speedup_high"]
+    assert one["plain_first_token_ms"] > 3.9
+    printed = measure_speedup.text(document)
+    assert "one request at a time: 2 prompts, 3 repeats" in printed and "made up" in printed
+
+
+def test_figures_of_runs_by_hand():
+    runs = measure_speedup.Runs(2, 3)
+    runs.decode_tokens[:] = [[10, 10, 10], [30, 30, 30]]
+    runs.decode_seconds[:] = [[1, 1, 9], [3, 4, 3]]
+    runs.tokens[:], runs.seconds[:] = runs.decode_tokens, runs.decode_seconds
+    assert runs.rate(np.arange(2)) == pytest.approx(40 / 5)  # of 10, 8 and 40 / 12
+    assert runs.rate(np.array([0, 0])) == pytest.approx(10)
+    assert measure_speedup._identical(runs) == pytest.approx((9 + 4 / 3) / 2)
+    assert runs.alpha is None
+    runs.stats[1] = SpeculationStats(steps=4, drafted=12, accepted=6, examined=8, emitted=10)
+    assert runs.alpha.value == 0.75
+    assert measure_speedup.spread(np.array([1.0, 2.0, 3.0]))["median"] == 2.0
+    runs.decode_tokens[0] = 0
+    assert np.isnan(runs.rate(np.array([0, 0])))
+
+
+def test_costs_before_and_after_are_taken_together():
+    later = dataclasses.replace(COST, target_ms=4.0, draft_ms=0.5,
+                                verify_ms={k: 2 * v for k, v in COST.verify_ms.items()})
+    found = measure_speedup.together([COST, later])
+    assert found.c == pytest.approx(0.5 / 3.0)
+    assert found.widening(3) == pytest.approx(1.25) and "after" in found.method
+    assert found.step_ms == COST.step_ms
+
+
+def test_speedup_needs_a_draft(tiny_pair, sources):
+    with pytest.raises(ValueError, match="measure speedup needs a draft"):
+        measure_speedup.measure(parse(tiny_pair, sources, "speedup"))
