@@ -258,7 +258,9 @@ def _measure_flags(parser: argparse.ArgumentParser) -> None:
             ("alpha", "acceptance rate of any drafts along the target's own texts (Table 3)",
              _alpha_flags),
             ("speedup", "plain against speculative decoding of the same prompts, and what Eq. (5) "
-             "expects (Tables 2 and 4)", _speedup_flags)):
+             "expects (Tables 2 and 4)", _speedup_flags),
+            ("cost", "c, the time of a pass over 1 to 16 positions, and the bandwidth they reach",
+             _cost_flags)):
         add_flags(measurements.add_parser(name, help=summary, description=summary + "."))
 
 
@@ -287,6 +289,16 @@ def _speedup_flags(parser: argparse.ArgumentParser) -> None:
                         help="each against plain decoding")
     parser.add_argument("--repeats", type=_integer(1), default=5,
                         help="of every prompt, with other seeds")
+
+
+def _cost_flags(parser: argparse.ArgumentParser) -> None:
+    _model_flags(parser)
+    parser.add_argument("--slots", type=_integers(1), default=(1,), help="batch sizes")
+    parser.add_argument("--widths", type=_integers(1), default=tuple(range(1, 17)),
+                        help="positions of a target pass")
+    parser.add_argument("--source", type=_integer(1), default=64, help="source positions")
+    parser.add_argument("--length", type=_integer(1), default=128, help="decoder positions")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
 
 
 def _verify_flags(parser: argparse.ArgumentParser) -> None:

@@ -47,7 +47,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         texts, tables_of = _write(args, pair, settings, sources, held_out)
         target, drafts = models.load_models(pair.target, directories, dtype=args.dtype,
                                             mesh_shape=args.mesh)
-        size = _vocabulary_size(target, drafts)
+        size = models.vocabulary_size(target, drafts)
         if args.corpus is not None and tables:
             tables_of = [_read_corpus(args.corpus, target)] * len(settings)
         readers = {_name(path, directories): ModelLogits(draft.model)
@@ -100,13 +100,6 @@ def _read_corpus(url: str, target: LoadedModel) -> list[tuple[int, ...]]:
         raise ValueError("corpus needs a target with a vocabulary")
     lines = (line.decode().strip() for line in File(url).lines())
     return [tuple(target.vocabulary.encode(line)) for line in lines if line]
-
-
-def _vocabulary_size(target: LoadedModel, drafts: Sequence[LoadedModel]) -> int:
-    """As ``models.load`` takes it."""
-    if target.vocabulary is not None:
-        return target.vocabulary.size
-    return min(model.config.vocab_size for model in (target, *drafts))
 
 
 def _name(path: pathlib.Path, among: Sequence[pathlib.Path]) -> str:

@@ -109,8 +109,7 @@ def load(models: Pair, config: EngineConfig, *, dtype: str | None = None,
     vocabulary = _common_vocabulary(target, draft)
     engine = Engine(
         target.model, None if draft is None else draft.model, config, mesh=mesh,
-        vocabulary_size=vocabulary.size if vocabulary is not None else min(
-            model.config.vocab_size for model in (target, draft) if model is not None))
+        vocabulary_size=vocabulary_size(target, [] if draft is None else [draft]))
     eos_id = target.config.eos_token_id
     if vocabulary is not None and vocabulary.eos_id != eos_id:
         raise ValueError(f"eos_token_id of the target must be the vocabulary's "
@@ -144,7 +143,22 @@ def _how(dtype: str | None, mesh_shape: tuple[int, int],
     read_target = load_int8 if dtype == "int8" else checkpoint.load
     if dtype is None or dtype == "int8":
         dtype = default_dtype()
-    return read_target, dtype, None if mesh_shape == (1, 1) else mesh_lib.make_mesh(*mesh_shape)
+    return read_target, dtype, mesh_of(mesh_shape)
+
+
+def mesh_of(shape: tuple[int, int]) -> Mesh | None:
+    return None if shape == (1, 1) else mesh_lib.make_mesh(*shape)
+
+
+def vocabulary_size(target: LoadedModel, drafts: Iterable[LoadedModel]) -> int:
+    """Ids that exist."""
+    if target.vocabulary is not None:
+        return target.vocabulary.size
+    return min(model.config.vocab_size for model in (target, *drafts))
+
+
+def platform_name() -> str:
+    return str(jax.devices()[0].platform)
 
 
 def _options(dtype: str, mesh: Mesh | None) -> dict[str, Any]:

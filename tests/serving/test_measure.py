@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from fake_engine import COST, FakeEngine, FakeVocabulary
 
-from tpuspec import checkpoint, theory
+from tpuspec import checkpoint, cost_sweep, theory
+from tpuspec.cost_sweep import CostSweep, PassCost
 from tpuspec.measurement import SpeculationStats
-from tpuspec.serving import measure_alpha, measure_speedup, models
+from tpuspec.serving import measure, measure_alpha, measure_cost, measure_speedup, models
 from tpuspec.serving.cli import make_parser
 from tpuspec.serving.service import ModelInfo
 
@@ -151,3 +152,28 @@ def test_costs_before_and_after_are_taken_together():
 def test_speedup_needs_a_draft(tiny_pair, sources):
     with pytest.raises(ValueError, match="measure speedup needs a draft"):
         measure_speedup.measure(parse(tiny_pair, sources, "speedup"))
+
+
+def test_cost_of_a_batch(tiny_pair, monkeypatch, capsys):
+    def sweep(target, draft, *, slots, widths, progress, **shapes):
+        assert shapes == dict(source_positions=64, positions=128, vocabulary_size=300, mesh=None)
+        progress(len(widths) + 1)
+        return CostSweep(
+            slots=slots, copy_bytes_per_s=1e10, draft=PassCost(width=1, ms=0.5, moved=10**6),
+            target=tuple(PassCost(width=g, ms=1 + g, moved=4 * 10**7) for g in widths))
+
+    monkeypatch.setattr(cost_sweep, "sweep", sweep)
+    args = make_parser().parse_args([
+        "measure", "cost", "--target", str(tiny_pair / "target"), "--draft",
+        str(tiny_pair / "draft"), "--slots", "1,4", "--widths", "1,2,8", "--json"])
+    assert measure.run(args) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert [batch["slots"] for batch in document["batches"]] == [1, 4]
+    batch = document["batches"][1]
+    assert batch["c"] == 0.25 and [one["width"] for one in batch["target"]] == [1, 2, 8]
+    assert batch["target"][2]["widening"] == 4.5
+    assert batch["target"][0]["bytes_per_s"] == pytest.approx(2e10)
+    assert batch["target"][0]["share_of_copy"] == pytest.approx(2.0)
+    assert batch["draft"]["share_of_copy"] == pytest.approx(0.2)
+    table = measure_cost.text(document)
+    assert "4 at once: c = 0.250; a copy moves 10.0 GB/s" in table and "4.50" in table
