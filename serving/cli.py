@@ -249,6 +249,12 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
                         help="time of a verify pass over that of a target pass of width 1, for "
                              "1, 2, ... drafts; the last holds for more")
     parser.add_argument("--longest", type=_integer(1), default=16, help="draft length looked at")
+    parser.add_argument("--parameters", type=_number(1.0), metavar="N",
+                        help="of the target: idealized times of its passes on v4, v5e, v5p, v6e")
+    parser.add_argument("--draft_parameters", type=_number(1.0), metavar="N",
+                        help="the same for the draft")
+    parser.add_argument("--machine", type=_numbers(1e-3), metavar="GB/S,GFLOP/S",
+                        help="another machine, by what measure cost found")
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
 
@@ -306,7 +312,7 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
     _source_flags(parser)
     parser.set_defaults(dtype="float32")  # rounding is not what is tested
     parser.add_argument("--draft_length", type=_integer(1), default=3)
-    parser.add_argument("--samples", type=_integer(100), default=1000,
+    parser.add_argument("--samples", type=_integer(100), default=400,
                         help="outputs of each kind and source; four times as many see half the "
                              "bias")
 

@@ -41,6 +41,7 @@ def _batch(sweep: CostSweep) -> dict[str, Any]:
                 "share_of_copy": cost.bytes_per_s / sweep.copy_bytes_per_s}
 
     return {"slots": sweep.slots, "c": sweep.c, "copy_bytes_per_s": sweep.copy_bytes_per_s,
+            "product_flops_per_s": sweep.product_flops_per_s,
             "draft": None if sweep.draft is None else of(sweep.draft),
             "target": [{**of(cost), "widening": cost.ms / first} for cost in sweep.target]}
 
@@ -52,7 +53,8 @@ def text(document: dict[str, Any]) -> str:
     for batch in document["batches"]:
         lines += [f"{batch['slots']} at once: c = "
                   + ("unknown" if batch["c"] is None else f"{batch['c']:.3f}")
-                  + f"; a copy moves {1e-9 * batch['copy_bytes_per_s']:.1f} GB/s",
+                  + f"; a copy moves {1e-9 * batch['copy_bytes_per_s']:.1f} GB/s, a matrix "
+                  f"product does {1e-9 * batch['product_flops_per_s']:.0f} GFLOP/s",
                   f"  {'pass':<8} {'G':>3} {'ms':>9} {'T(G)/T(1)':>10} {'MB':>9} {'GB/s':>7} "
                   f"{'of the copy':>12}"]
         rows = [("target", one) for one in batch["target"]]

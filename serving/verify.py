@@ -27,8 +27,9 @@ from tpuspec.significance import Outcome
 
 FAMILY_LEVEL = 1e-3  # chance that a sound pair fails
 _SLOTS = 16
-_SOURCES, _GREEDY_SOURCES = 3, 32  # that are sampled, and decoded greedily
-_LENGTH, _GREEDY_LENGTH = 4, 48  # tokens; with all drafts accepted the first is one step
+_SOURCES, _GREEDY_SOURCES = 2, 32  # that are sampled, the shortest; and decoded greedily
+_LENGTH = 4  # tokens whose counts are compared
+_LONG, _GREEDY_LENGTH = 16, 48  # tokens of outputs whose acceptance is looked at, and of greedy
 _WHOLE, _FEW = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_k=3)
 _ROUNDING = {"float32": 3e-6, "bfloat16": 3e-3}
 
@@ -38,9 +39,9 @@ class Samples:
     """What the engine gave for one source."""
 
     source: Ids
-    few: list[Ids]  # speculative, of a vocabulary cut by top-k
-    whole: list[Ids]  # speculative
-    plain: list[Ids]
+    few: list[Ids]  # speculative, of a vocabulary cut by top-k; of _LENGTH tokens
+    whole: list[Ids]  # speculative, of _LONG tokens
+    plain: list[Ids]  # of _LENGTH tokens
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,8 +57,10 @@ def verify(args: argparse.Namespace) -> dict[str, Any]:
     with models.pair(args.target, args.draft) as pair:
         if pair.draft is None:
             raise ValueError("verify needs a draft beside the target")
+        buckets = {models.source_bucket(pair, *prompts.lengths(part))
+                   for part in ([text] for text in texts)}
         config = EngineConfig(
-            slots=_SLOTS, source_buckets=(models.source_bucket(pair, *prompts.lengths(texts)),),
+            slots=_SLOTS, source_buckets=tuple(sorted({min(buckets), max(buckets)})),
             max_target_length=_GREEDY_LENGTH, draft_lengths=(0, args.draft_length),
             draft_length=args.draft_length)
         served = models.load(pair, config, dtype=args.dtype, mesh_shape=args.mesh)
@@ -68,7 +71,8 @@ def verify(args: argparse.Namespace) -> dict[str, Any]:
         door = Door(config, vocabulary_size=engine.vocabulary_size, eos_id=eos_id,
                     vocabulary=served.vocabulary)
         sources = [door.check(make_request(text)).source for text in texts]
-        samples = _sample(engine, sources[:_SOURCES], args.samples, args.draft_length, eos_id)
+        shortest = sorted(set(sources), key=lambda source: (len(source), source))[:_SOURCES]
+        samples = _sample(engine, shortest, args.samples, args.draft_length, eos_id)
         greedy = {length: _greedy(engine, sources, length, eos_id)
                   for length in (0, args.draft_length)}
         size = engine.vocabulary_size
@@ -96,11 +100,12 @@ def _sample(engine: Engine, sources: Sequence[Ids], count: int, draft_length: in
         seeds = itertools.count(0, count)  # none comes twice
         for source in sources:
             few, whole, plain = (
-                exactness.sample(engine, source, count=count, length=_LENGTH, draft_length=length,
+                exactness.sample(engine, source, count=count, length=length, draft_length=drafts,
                                  sampling=sampling, eos_id=eos_id, first_seed=next(seeds),
                                  progress=bar.update)
-                for sampling, length in ((_FEW, draft_length), (_WHOLE, draft_length),
-                                         (_WHOLE, 0)))
+                for sampling, length, drafts in (
+                    (_FEW, _LENGTH, draft_length), (_WHOLE, _LONG, draft_length),
+                    (_WHOLE, _LENGTH, 0)))
             found.append(Samples(source=source, few=few, whole=whole, plain=plain))
     return found
 

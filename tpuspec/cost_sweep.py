@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
@@ -16,7 +17,9 @@ from tpuspec.programs import Key, Programs
 from tpuspec.t5 import T5
 
 COPY_BYTES = 2**28  # read, and written
-_COPIES = 4  # in one timed program
+PRODUCT_SIZES = {"cpu": 1024}  # of square matrices, by platform; others get _LARGE
+_LARGE = 4096
+_TURNS = 8  # copies, or products, in one timed program
 _REPEATS = 15
 
 
@@ -48,12 +51,14 @@ class CostSweep:
       draft: a pass of its own width; None without a draft.
       copy_bytes_per_s: read and written by a copy within the memory of one device, timed
         in turns with the passes. Weights that stay in a CPU's caches may come faster.
+      product_flops_per_s: of a product of large matrices in the target's dtype, likewise.
     """
 
     slots: int
     target: tuple[PassCost, ...]
     draft: PassCost | None
     copy_bytes_per_s: float
+    product_flops_per_s: float
 
     @property
     def c(self) -> float | None:
@@ -100,10 +105,17 @@ def sweep(target: T5, draft: T5 | None, *, slots: int, widths: Sequence[int],
 
     def copy() -> object:
         nonlocal block
-        block = lax.fori_loop(0, _COPIES, lambda _, x: x + 1, block)
+        block = lax.fori_loop(0, _TURNS, lambda _, x: x + 1, block)
         return block
 
-    times = time_interleaved({**{key: timed(key) for key in keys}, ("copy",): copy}, _REPEATS)
+    size = PRODUCT_SIZES.get(jax.default_backend(), _LARGE)
+    matrix = jnp.full((size, size), 1 / size, target.embedding[...].dtype)
+
+    def product() -> object:
+        return lax.fori_loop(0, _TURNS, lambda _, x: x @ matrix, matrix)
+
+    times = time_interleaved({**{key: timed(key) for key in keys}, ("copy",): copy,
+                              ("product",): product}, _REPEATS)
     caches = (state.target_cache, state.draft_cache)
 
     def cost(key: Key, model: int) -> PassCost:
@@ -117,4 +129,5 @@ def sweep(target: T5, draft: T5 | None, *, slots: int, widths: Sequence[int],
     return CostSweep(
         slots=slots, target=tuple(cost(key, 0) for key in keys if key[1] == "target"),
         draft=cost(keys[-1], 1) if draft is not None else None,
-        copy_bytes_per_s=2 * COPY_BYTES * _COPIES / (1e-3 * times["copy",]))
+        copy_bytes_per_s=2 * COPY_BYTES * _TURNS / (1e-3 * times["copy",]),
+        product_flops_per_s=2 * size**3 * _TURNS / (1e-3 * times["product",]))

@@ -159,7 +159,8 @@ def test_cost_of_a_batch(tiny_pair, monkeypatch, capsys):
         assert shapes == dict(source_positions=64, positions=128, vocabulary_size=300, mesh=None)
         progress(len(widths) + 1)
         return CostSweep(
-            slots=slots, copy_bytes_per_s=1e10, draft=PassCost(width=1, ms=0.5, moved=10**6),
+            slots=slots, copy_bytes_per_s=1e10, product_flops_per_s=2e11,
+            draft=PassCost(width=1, ms=0.5, moved=10**6),
             target=tuple(PassCost(width=g, ms=1 + g, moved=4 * 10**7) for g in widths))
 
     monkeypatch.setattr(cost_sweep, "sweep", sweep)
@@ -176,4 +177,5 @@ def test_cost_of_a_batch(tiny_pair, monkeypatch, capsys):
     assert batch["target"][0]["share_of_copy"] == pytest.approx(2.0)
     assert batch["draft"]["share_of_copy"] == pytest.approx(0.2)
     table = measure_cost.text(document)
-    assert "4 at once: c = 0.250; a copy moves 10.0 GB/s" in table and "4.50" in table
+    assert ("4 at once: c = 0.250; a copy moves 10.0 GB/s, a matrix product does 200 GFLOP/s"
+            in table and "4.50" in table)
