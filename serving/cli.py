@@ -312,7 +312,7 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
     _source_flags(parser)
     parser.set_defaults(dtype="float32")  # rounding is not what is tested
     parser.add_argument("--draft_length", type=_integer(1), default=3)
-    parser.add_argument("--samples", type=_integer(100), default=400,
+    parser.add_argument("--samples", type=_integer(100), default=300,
                         help="outputs of each kind and source; four times as many see half the "
                              "bias")
 

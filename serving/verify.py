@@ -127,9 +127,10 @@ def judge(samples: Sequence[Samples], target: Logits, draft: Logits, *, vocabula
             vocabulary_size=vocabulary_size) for reader in (target, draft))
         outcomes += exactness.against_exact(one.few, exact, of_draft, length=_LENGTH, where=where)
         outcomes += exactness.against_plain(one.whole, one.plain, length=_LENGTH, where=where)
-        outputs = [Output(source=one.source, tokens=ids, block=number) for ids in one.whole]
-        outcomes.append(exactness.drift(target, draft, outputs, _WHOLE, vocabulary_size,
-                                        rounding=rounding, where=where))
+    outputs = [Output(source=one.source, tokens=ids, block=number)
+               for number, one in enumerate(samples) for ids in one.whole]
+    outcomes.append(exactness.drift(target, draft, outputs, _WHOLE, vocabulary_size,
+                                    rounding=rounding, where="all sources"))
     return outcomes
 
 

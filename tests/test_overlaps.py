@@ -139,3 +139,12 @@ def test_target_runs_of_finished_texts_are_those_of_the_engine():
         assert target_runs(found.kept[0], 4) == result.stats.steps
         rates.append(result.stats.tokens_per_target_run)
     assert len(set(rates)) > 2 and max(rates) > 1.5
+
+
+def test_uniform_is_any_id_at_temperature_0_and_all_alike_above():
+    outputs = [Output(source=(1,), tokens=(3,) * 64, block=0)] * 16
+    target, draft = ModelLogits(fixed({3: 1.0}, V)), simple_drafts.Uniform(V)
+    for temperature, spread in ((0.0, 0.03), (1.0, 1e-4)):
+        found = overlaps.measure(target, {"uniform": draft}, outputs,
+                                 SamplingParams(temperature=temperature), V)["uniform"]
+        assert np.mean(found.overlaps) == pytest.approx(1 / V, abs=spread)

@@ -14,6 +14,7 @@ UNIGRAM, BIGRAM, NGRAM, UNIFORM = "unigram", "bigram", "ngram", "uniform"
 NAMES = (UNIGRAM, BIGRAM, NGRAM, UNIFORM)
 TABLES = (UNIGRAM, BIGRAM)  # of a corpus
 _LONGEST_CONTEXT = 3  # tokens that the copy looks for
+_NOISE = np.float32(1e-6)
 
 
 def log(counts: np.ndarray) -> np.ndarray:
@@ -93,13 +94,14 @@ class NgramCopy:
 
 
 class Uniform:
-    """Every id alike."""
+    """Every id alike, up to a little noise: at temperature 0 any of them, not the first."""
 
     def __init__(self, vocabulary_size: int):
         self._size = vocabulary_size
+        self._rng = np.random.default_rng(0)
 
     def logits(self, outputs: Sequence[Output], width: int) -> np.ndarray:
-        return np.zeros((len(outputs), width, self._size), np.float32)
+        return _NOISE * self._rng.random((len(outputs), width, self._size), np.float32)
 
 
 def make(name: str, corpus: Sequence[Sequence[int]], vocabulary_size: int, *, start_id: int,

@@ -52,6 +52,8 @@ def test_alpha_of_models_and_tables(tiny_pair, sources):
     assert rows[1.0, "draft"]["alpha_low"] <= rows[1.0, "draft"]["alpha"]
     assert sum(one["tokens"] for one in rows[1.0, "draft"]["by_position"]) == rows[
         1.0, "draft"]["tokens"]
+    assert all(run["independent"] == pytest.approx(run["of_these_texts"], rel=1e-3)
+               for run in rows[1.0, "target"]["tokens_per_target_run"])
     run = rows[1.0, "draft"]["tokens_per_target_run"][1]
     assert run["equation_1"] == pytest.approx(
         theory.expected_tokens(rows[1.0, "draft"]["alpha"], 3))
