@@ -189,16 +189,18 @@ def text(document: dict[str, Any]) -> str:
              f"{document['dtype']}, one request at a time: {document['prompts']} prompts, "
              f"{document['repeats']} repeats, in turns.",
              f"{'temp.':>5} {'gamma':>5} {'alpha':<21} {'c':>6} {'widening':>8} "
-             f"{'plain tok/s':>11} {'spec. tok/s':>11} {'expected':>8} {'observed':<22} "
+             f"{'plain tok/s':>11} {'spec. tok/s':>11} {'expected':>8} {'by steps':>8} "
+             f"{'observed':<22} "
              f"{'tokens/run':>10}  first token ms"]
     for one in document["rows"]:
-        expected = one["predicted_speedup"]
+        expected, by_steps = one["predicted_speedup"], one["predicted_by_step_times"]
         runs = one["tokens_per_target_run"]
         lines.append(
             f"{one['temperature']:>5g} {one['gamma']:>5} {bounds(one, 'alpha'):<21} "
             f"{'-' if one['c'] is None else format(one['c'], '.3f'):>6} {one['widening']:>8.2f} "
             f"{one['plain_tokens_per_s']:>11.1f} {one['speculative_tokens_per_s']:>11.1f} "
             f"{'-' if expected is None else f'{expected:.2f}x':>8} "
+            f"{'-' if by_steps is None else f'{by_steps:.2f}x':>8} "
             f"{bounds(one, 'observed_speedup', '{:.2f}x'):<22} "
             f"{'-' if runs is None else format(runs, '.2f'):>10}  "
             f"{one['plain_first_token_ms']:.1f} plain, {one['speculative_first_token_ms']:.1f}")
@@ -210,7 +212,8 @@ def text(document: dict[str, Any]) -> str:
             f"from {gains['least']:.2f}x to {gains['most']:.2f}x (half of them above "
             f"{gains['median']:.2f}x); the slowest of {document['repeats']} identical requests "
             f"takes {same['speculative']:.2f} times the fastest ({same['plain']:.2f} plain)")
-    lines.append("expected: Eq. (5) with the alpha, c and widening beside it. Intervals: 95 %, "
-                 "between prompts.")
+    lines.append("expected: Eq. (5) with the alpha, c and widening beside it; by steps: the "
+                 "tokens that a run did give, ends cut, and the time of whole steps. Intervals: "
+                 "95 %, between prompts.")
     lines.append(f"c and widening: {document['cost_method']}.")
     return "\n".join(lines)

@@ -7,8 +7,9 @@ Three kinds of evidence, all about short outputs of a few sources:
 * Counts of speculative against plain outputs, over the whole vocabulary.
 * Drift of acceptance: min(1, q(x)/p(x)) of a token x drawn from p has the mean
   Σ min(p, q), whatever came before it. An output that leans to what the draft likes, or
-  away from it, moves the mean: the most sensitive test of a wrong accept rule, since it
-  looks into just that direction.
+  away from it, moves the mean: the most sensitive test of such a bias, since it looks into
+  just that direction. What is kept too often and too seldom in turns cancels in it; the
+  counts see that.
 """
 
 import collections

@@ -65,9 +65,11 @@ def no_residual(*args, **options):
         good.accepted_B == 0, plain.next_token_B, good.next_token_B))
 
 
-@pytest.mark.parametrize("broken", [
-    no_residual, pytest.param(half_in_place_of_the_coin, marks=pytest.mark.slow)])
-def test_a_broken_sampler_is_caught(broken, monkeypatch):
+@pytest.mark.parametrize(("broken", "drifts"), [
+    (no_residual, True),
+    # Tokens are kept too often and too seldom, which cancels in the mean of acceptance.
+    pytest.param(half_in_place_of_the_coin, False, marks=pytest.mark.slow)])
+def test_a_broken_sampler_is_caught(broken, drifts, monkeypatch):
     monkeypatch.setattr(KernelChoice, "rejection_sample",
                         lambda self, *args, **options: broken(*args, **options))
     engine = Engine(chain(P), chain(Q), TINY, vocabulary_size=V)
@@ -75,7 +77,8 @@ def test_a_broken_sampler_is_caught(broken, monkeypatch):
     sound, tests = verdict(engine, 200)
     assert not sound
     caught = {test["kind"] for test in tests if test["adjusted_p_value"] < verify.FAMILY_LEVEL}
-    assert "drift of acceptance" in caught and any("exact" in kind for kind in caught)
+    assert any("exact" in kind for kind in caught)
+    assert ("drift of acceptance" in caught) or not drifts
 
 
 def test_every_output_is_enumerated_with_its_probability():
