@@ -127,6 +127,11 @@ class BatchEngine:
                           vocabulary=vocabulary)
         self._busy = False
 
+    @property
+    def slots(self) -> int:
+        """Requests that run at once."""
+        return self._loop.engine.config.slots
+
     def start(self) -> None:
         self._loop.start()
 
@@ -138,7 +143,7 @@ class BatchEngine:
         return self._door.check(message)
 
     def generate(self, sources: Iterable[str | Sequence[int]], *, seed: int | None = None,
-                 **parameters: Any) -> Iterator[Answer]:
+                 **parameters: Any) -> Generator[Answer]:
         """The answers, in the order of the sources, which are read as they are needed.
 
         Args:

@@ -98,6 +98,9 @@ def make_parser() -> argparse.ArgumentParser:
              _convert_flags),
             ("inspect", "say what a checkpoint is, and what it can be a pair with",
              _inspect_flags),
+            ("measure", "measure alpha, or what it takes, on this machine", _measure_flags),
+            ("verify", "test that a pair samples exactly what its target would, on this machine",
+             _verify_flags),
             ("plan", "what a pair should gain by Eq. (5), by draft length", _plan_flags),
             ("compile", "compile the programs of a pair for a TPU that need not be there: "
              "memory, estimated times, what to expect", _compile_flags)):
@@ -309,6 +312,85 @@ def _plan_flags(parser: argparse.ArgumentParser) -> None:
                         help="time of a verify pass over that of a target pass of width 1, for "
                              "1, 2, ... drafts; the last holds for more")
     parser.add_argument("--longest", type=_integer(1), default=16, help="draft length looked at")
+    parser.add_argument("--parameters", type=_number(1.0), metavar="N",
+                        help="of the target: idealized times of its passes on v4, v5e, v5p, v6e")
+    parser.add_argument("--draft_parameters", type=_number(1.0), metavar="N",
+                        help="the same for the draft")
+    parser.add_argument("--machine", type=_numbers(1e-3), metavar="GB/S,GFLOP/S",
+                        help="another machine, by what measure cost found")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def _measure_flags(parser: argparse.ArgumentParser) -> None:
+    measurements = parser.add_subparsers(dest="measurement", required=True, metavar="WHAT")
+    for name, summary, add_flags in (
+            ("alpha", "acceptance rate of any drafts along the target's own texts (Table 3)",
+             _alpha_flags),
+            ("speedup", "plain against speculative decoding of the same prompts, and what Eq. (5) "
+             "expects (Tables 2 and 4)", _speedup_flags),
+            ("cost", "c, the time of a pass over 1 to 16 positions, and the bandwidth they reach",
+             _cost_flags)):
+        add_flags(measurements.add_parser(name, help=summary, description=summary + "."))
+
+
+def _alpha_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", metavar="DIR", help="checkpoint; without it the bundled one")
+    parser.add_argument("--draft", metavar="DRAFT", action="append",
+                        help="checkpoint, or one of bigram and unigram (tables of counts), ngram "
+                             "(copies what followed the last tokens before) and uniform; may be "
+                             "repeated. Without any: these four, and the bundled target's draft")
+    _machine_flags(parser)
+    _prompt_flags(parser)
+    parser.add_argument("--corpus", metavar="FILE.txt",
+                        help="texts, one a line, that the tables are made of; without it the "
+                             "target's own outputs for every second source, held out")
+    parser.add_argument("--tokens", type=_integer(1), default=10_000,
+                        help="measured at each temperature; at 0 every source is used once")
+    parser.add_argument("--top_k", type=_integer(0), default=0, help="0 is off")
+    parser.add_argument("--top_p", type=float, default=1.0, help="1 is off")
+    parser.add_argument("--slots", type=_integer(1), default=8, help="texts written at once")
+
+
+def _speedup_flags(parser: argparse.ArgumentParser) -> None:
+    _model_flags(parser)
+    _prompt_flags(parser)
+    parser.add_argument("--draft_lengths", type=_integers(1), default=(1, 3, 5),
+                        help="each against plain decoding")
+    parser.add_argument("--repeats", type=_integer(1), default=5,
+                        help="of every prompt, with other seeds")
+
+
+def _cost_flags(parser: argparse.ArgumentParser) -> None:
+    _model_flags(parser)
+    parser.add_argument("--slots", type=_integers(1), default=(1,), help="batch sizes")
+    parser.add_argument("--widths", type=_integers(1), default=tuple(range(1, 17)),
+                        help="positions of a target pass")
+    parser.add_argument("--source", type=_integer(1), default=64, help="source positions")
+    parser.add_argument("--length", type=_integer(1), default=128, help="decoder positions")
+    parser.add_argument("--json", action="store_true", help="one JSON document")
+
+
+def _verify_flags(parser: argparse.ArgumentParser) -> None:
+    _model_flags(parser)
+    _source_flags(parser)
+    parser.set_defaults(dtype="float32")  # rounding is not what is tested
+    parser.add_argument("--draft_length", type=_integer(1), default=3)
+    parser.add_argument("--samples", type=_integer(100), default=300,
+                        help="outputs of each kind and source; four times as many see half the "
+                             "bias")
+
+
+def _prompt_flags(parser: argparse.ArgumentParser) -> None:
+    _source_flags(parser)
+    parser.add_argument("--temperatures", type=_numbers(0.0), default=(0.0, 1.0),
+                        help="0 is greedy")
+    parser.add_argument("--max_new_tokens", type=_integer(1), default=128)
+
+
+def _source_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--input", metavar="FILE",
+                        help="sources as for batch, .jsonl or .txt; parameters in lines are left "
+                             "out. The bundled pair has some of its own")
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
 
@@ -352,6 +434,10 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", metavar="DIR", help="checkpoint; without it the bundled pair")
     parser.add_argument("--draft", metavar="DIR",
                         help="checkpoint; a target without one decodes plainly")
+    _machine_flags(parser)
+
+
+def _machine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--platform", choices=("cpu", "tpu"), help="must be present")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "int8"),
                         help="bfloat16 on TPU and float32 elsewhere, if not given; int8 is the "

@@ -16,7 +16,7 @@ SLOTS = 4
 BATCH_SLOTS = 16
 _MOST_SOURCE = 2048  # tokens
 _OUTPUT, _MOST_OUTPUT = 256, 4096  # tokens; the first if no request asks for more
-_DRAFT_LENGTH, _MOST_DRAFTS = 3, 16
+DRAFT_LENGTH, _MOST_DRAFTS = 3, 16
 _MOST_SAMPLES = 16  # of one request
 
 
@@ -52,7 +52,7 @@ def _config(requests: Sequence[pb.GenerateRequest], pair: models.Pair) -> Engine
         [len(r.decoder_token_ids.ids) for r in prompts]) if prompts else 0
     drafts = {min(r.draft_length, _MOST_DRAFTS) for r in requests if r.draft_length > 0}
     if not all(r.HasField("draft_length") for r in requests):
-        drafts.add(_DRAFT_LENGTH)
+        drafts.add(DRAFT_LENGTH)
     ladder = (0,) if pair.draft is None else (0, *sorted(drafts))
     samples = [min(max(1, r.n), _MOST_SAMPLES) for r in requests]
     return EngineConfig(
@@ -60,14 +60,14 @@ def _config(requests: Sequence[pb.GenerateRequest], pair: models.Pair) -> Engine
         source_buckets=(min(bucket, _MOST_SOURCE),),
         max_target_length=min(max([_OUTPUT, *outputs]) + prompt, _MOST_OUTPUT),
         draft_lengths=ladder,
-        draft_length=_DRAFT_LENGTH if _DRAFT_LENGTH in ladder else ladder[-1])
+        draft_length=DRAFT_LENGTH if DRAFT_LENGTH in ladder else ladder[-1])
 
 
 @contextlib.contextmanager
 def open_engine(target: str | None = None, draft: str | None = None, *,
                 slots: int = BATCH_SLOTS,
                 source_buckets: tuple[int, ...] = EngineConfig().source_buckets,
-                max_new_tokens: int = _OUTPUT, draft_length: int = _DRAFT_LENGTH,
+                max_new_tokens: int = _OUTPUT, draft_length: int = DRAFT_LENGTH,
                 dtype: str | None = None, mesh: tuple[int, int] = (1, 1),
                 sampler: Sampler = Sampler.REJECTION) -> Iterator[BatchEngine]:
     """An engine for ``BatchEngine.generate``, loaded and compiled.

@@ -7,13 +7,14 @@ import importlib.resources
 import json
 import pathlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import tqdm
 from absl import logging
+from jax.sharding import Mesh
 
 from tpuspec import checkpoint, memory, platform
 from tpuspec import mesh as mesh_lib
@@ -98,25 +99,20 @@ def load(models: Pair, config: EngineConfig, *, dtype: str | None = None,
     """
     _keep_compiled_programs()
     devices = jax.devices()
-    read_target = load_int8 if dtype == "int8" else checkpoint.load
-    if dtype is None or dtype == "int8":
-        dtype = default_dtype()
-    mesh = None if mesh_shape == (1, 1) else mesh_lib.make_mesh(*mesh_shape)
+    read_target, dtype, mesh = _how(dtype, mesh_shape)
     configs = [checkpoint.describe(path).config for path in (models.target, models.draft)
                if path is not None]
     if read_target is load_int8:
         configs[0] = dataclasses.replace(configs[0], quantization=Quantization.INT8)
     memory.check_fits(configs, config, dtype=jnp.dtype(dtype), mesh=mesh,
                       available=memory.device_memory(devices[0]))
-    options: dict[str, Any] = dict(dtype=jnp.dtype(dtype), shardings=None if mesh is None
-                                   else functools.partial(mesh_lib.param_shardings, mesh=mesh))
+    options = _options(dtype, mesh)
     target = read_target(models.target, **options)
     draft = None if models.draft is None else checkpoint.load(models.draft, **options)
     vocabulary = _common_vocabulary(target, draft)
     engine = Engine(
         target.model, None if draft is None else draft.model, config, mesh=mesh,
-        vocabulary_size=vocabulary.size if vocabulary is not None else min(
-            model.config.vocab_size for model in (target, draft) if model is not None))
+        vocabulary_size=vocabulary_size(target, [] if draft is None else [draft]))
     eos_id = target.config.eos_token_id
     if vocabulary is not None and vocabulary.eos_id != eos_id:
         raise ValueError(f"eos_token_id of the target must be the vocabulary's "
@@ -129,6 +125,48 @@ def load(models: Pair, config: EngineConfig, *, dtype: str | None = None,
         draft_config_json="" if draft is None else json.dumps(draft.config.to_json()),
         eos_id=eos_id)
     return Served(engine=engine, vocabulary=vocabulary, info=info)
+
+
+def load_models(target: pathlib.Path, drafts: Iterable[pathlib.Path], *, dtype: str | None = None,
+                mesh_shape: tuple[int, int] = (1, 1)) -> tuple[LoadedModel, list[LoadedModel]]:
+    """The same models without an engine; drafts are compared with the target as in ``load``."""
+    _keep_compiled_programs()
+    read_target, dtype, mesh = _how(dtype, mesh_shape)
+    options = _options(dtype, mesh)
+    loaded = read_target(target, **options)
+    others = [checkpoint.load(path, **options) for path in drafts]
+    for other in others:
+        _common_vocabulary(loaded, other)
+    return loaded, others
+
+
+def _how(dtype: str | None, mesh_shape: tuple[int, int],
+         ) -> tuple[Callable[..., LoadedModel], str, Mesh | None]:
+    """What reads the target, the dtype in memory, and the mesh."""
+    read_target = load_int8 if dtype == "int8" else checkpoint.load
+    if dtype is None or dtype == "int8":
+        dtype = default_dtype()
+    return read_target, dtype, mesh_of(mesh_shape)
+
+
+def mesh_of(shape: tuple[int, int]) -> Mesh | None:
+    return None if shape == (1, 1) else mesh_lib.make_mesh(*shape)
+
+
+def vocabulary_size(target: LoadedModel, drafts: Iterable[LoadedModel]) -> int:
+    """Ids that exist."""
+    if target.vocabulary is not None:
+        return target.vocabulary.size
+    return min(model.config.vocab_size for model in (target, *drafts))
+
+
+def platform_name() -> str:
+    return str(jax.devices()[0].platform)
+
+
+def _options(dtype: str, mesh: Mesh | None) -> dict[str, Any]:
+    return dict(dtype=jnp.dtype(dtype), shardings=None if mesh is None
+                else functools.partial(mesh_lib.param_shardings, mesh=mesh))
 
 
 def default_dtype() -> str:

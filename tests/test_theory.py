@@ -19,6 +19,61 @@ def test_table_1(alpha, gamma, operations, speed):
     assert theory.operations_factor(alpha, gamma, 0) == pytest.approx(operations, abs=0.005)
 
 
+# Tables 2 and 4 of the paper, T5-XXL: task, draft, temperature, γ, α, c, expected, measured.
+TABLE_4 = [
+    ("translation", "small", 0, 7, 0.75, 0.02, 3.2, 3.4),
+    ("translation", "base", 0, 7, 0.80, 0.04, 3.3, 2.8),
+    ("translation", "large", 0, 7, 0.82, 0.11, 2.5, 1.7),
+    ("translation", "small", 1, 7, 0.62, 0.02, 2.3, 2.6),
+    ("translation", "base", 1, 5, 0.68, 0.04, 2.4, 2.4),
+    ("translation", "large", 1, 3, 0.71, 0.11, 2.0, 1.4),
+    ("summarization", "small", 0, 5, 0.65, 0.02, 2.4, 3.1),
+    ("summarization", "base", 0, 5, 0.73, 0.04, 2.6, 3.0),
+    ("summarization", "large", 0, 3, 0.74, 0.11, 2.0, 2.2),
+    ("summarization", "small", 1, 5, 0.53, 0.02, 1.9, 2.3),
+    ("summarization", "base", 1, 3, 0.55, 0.04, 1.8, 2.2),
+    ("summarization", "large", 1, 3, 0.56, 0.11, 1.6, 1.7)]
+
+
+@pytest.mark.parametrize("task, draft, temperature, gamma, alpha, c, expected, measured", TABLE_4)
+def test_table_4(task, draft, temperature, gamma, alpha, c, expected, measured):
+    """As far as the rounding of α, c and the result itself goes."""
+    least = theory.speedup(alpha - 0.005, gamma, c + 0.005)
+    most = theory.speedup(alpha + 0.005, gamma, c - 0.005)
+    assert least - 0.05 <= expected <= most + 0.05
+
+
+def test_what_the_papers_tables_say_together():
+    rows = {row[:3]: row for row in TABLE_4}
+    for task in ("translation", "summarization"):
+        for temperature in (0, 1):
+            row = {name: rows[task, name, temperature] for name in ("small", "base", "large")}
+            assert row["small"][-1] == max(r[-1] for r in row.values())  # T5-small wins
+            assert row["small"][4] < row["base"][4] < row["large"][4]  # with the lowest α
+        for draft in ("small", "base", "large"):  # argmax raises α by 0.11 to 0.18
+            gain = rows[task, draft, 0][4] - rows[task, draft, 1][4]
+            assert 0.109 < gain < 0.181
+    # T5-large against T5-small at γ = 7: the numerator gains 23 %, the denominator 55 %.
+    assert theory.expected_tokens(0.82, 7) / theory.expected_tokens(0.75, 7) == pytest.approx(
+        1.23, abs=0.005)
+    assert (7 * 0.11 + 1) / (7 * 0.02 + 1) == pytest.approx(1.55, abs=0.005)
+    assert theory.expected_tokens(0.9, 10) == pytest.approx(6.86, abs=0.005)
+    for alpha, limit in ((0.75, 4), (0.9, 10)):  # however long the draft
+        assert theory.expected_tokens(alpha, 300) == pytest.approx(limit)
+        assert theory.oracle_speedup(alpha, 0.0) == pytest.approx(limit)
+
+
+def test_run_lengths_by_position():
+    assert theory.run_lengths_by_position([0.75] * 7) == pytest.approx(
+        theory.run_length_distribution(0.75, 7))
+    lengths = theory.run_lengths_by_position([0.8, 0.2])
+    assert lengths == pytest.approx([0.2, 0.64, 0.16])
+    assert sum(k * p for k, p in enumerate(lengths, 1)) == pytest.approx(
+        theory.expected_tokens_by_position([0.8, 0.2]))
+    with pytest.raises(ValueError, match=r"alphas\[0\] must be in"):
+        theory.run_lengths_by_position([2.0])
+
+
 def test_t5_small_on_translation():
     assert theory.expected_tokens(0.75, 7) == pytest.approx(3.60, abs=0.005)
     assert theory.speedup(0.75, 7, 0.02) == pytest.approx(3.16, abs=0.005)
@@ -91,6 +146,8 @@ def test_the_worked_example_of_four_tokens():
     np.testing.assert_allclose(
         np.minimum(P, Q) + (1 - theory.overlap(P, Q)) * theory.residual(P, Q), P)
     assert theory.rejection_sampling_rate(P, Q) == pytest.approx(0.60)
+    assert 0.25 * theory.residual(P, Q)[0] == pytest.approx(0.20)  # token 0 on a rejection
+    assert min(1, P[1] / Q[1]) == pytest.approx(0.6)  # token 1 is kept that often
     assert theory.residual(P, P) is P
 
 
@@ -124,7 +181,9 @@ def test_the_roofline_of_t5_xxl_on_v4():
     assert 1e3 * small.seconds == pytest.approx(0.13, abs=0.005)
     assert small.seconds / one.seconds == pytest.approx(0.007, abs=0.0005)
     assert 100 < theory.crossover(v4) < 120
-    assert v4.flops / v4.bandwidth == pytest.approx(230, abs=1)
+    assert v4.flops / v4.bandwidth == pytest.approx(230, abs=1)  # operations a byte
+    assert 2 * v4.flops / v4.bandwidth == pytest.approx(460, abs=2)  # and a weight
+    assert 11e9 * 2 == 22e9 and 77e6 * 2 == 154e6  # bytes of T5-XXL and T5-small
 
 
 @pytest.mark.parametrize("call, told", [

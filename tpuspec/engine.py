@@ -155,6 +155,8 @@ class Engine:
         with concurrent.futures.ThreadPoolExecutor(2) as pool:
             pending = {}
             for key in keys:
+                if key in self._programs:
+                    continue
                 lowered = self._definitions.lower(key, self._weights, self._state)
                 pending[pool.submit(lowered.compile)] = key
             for done, future in enumerate(concurrent.futures.as_completed(pending), 1):

@@ -31,6 +31,19 @@ def bytes_on_device(tree: Any) -> int:
                for leaf in jax.tree.leaves(tree))
 
 
+def passes_that_read(name: str, tied: bool) -> tuple[str, ...]:
+    """"encode" or "decode", if such a pass reads the weight of this name as a whole.
+
+    Args:
+      tied: whether the embedding gives the logits.
+    """
+    if "encoder" in name or "cross_attention" in name and "kv" in name:
+        return ("encode",)
+    if "decoder" in name or "lm_head" in name or ("embedding" in name and tied):
+        return ("decode",)
+    return ()  # an embedding of which a few rows are read
+
+
 def abstract_state(programs: Programs, mesh: Mesh | None) -> DecodeState:
     """An engine's state as shapes, with their shardings on a mesh."""
     state: DecodeState = jax.eval_shape(programs.new_state)

@@ -19,7 +19,7 @@ from tpuspec import theory
 from tpuspec.config import EngineConfig, T5Config
 from tpuspec.hlo_schedule import Schedule
 from tpuspec.kernel_choice import KernelChoice
-from tpuspec.memory import abstract_model, abstract_state, bytes_on_device
+from tpuspec.memory import abstract_model, abstract_state, bytes_on_device, passes_that_read
 from tpuspec.pass_timing import PASSES
 from tpuspec.programs import Key, Programs
 from tpuspec.schedule_estimate import Estimate, estimate
@@ -137,19 +137,10 @@ class AbstractEngine:
     def _weights(self, model: int, of: str) -> list[jax.ShapeDtypeStruct | jax.Array]:
         tied = not any("lm_head" in name for name in self.names[model])
         return [leaf for name, leaf in zip(self.names[model], self.weights[model], strict=True)
-                if of == "all" or of in _uses(name, tied)]
+                if of == "all" or of in passes_that_read(name, tied)]
 
     def cache_bytes(self, model: int) -> int:
         return bytes_on_device((self.state.target_cache, self.state.draft_cache)[model])
-
-
-def _uses(name: str, tied: bool) -> tuple[str, ...]:
-    """The passes that read a weight as a whole."""
-    if "encoder" in name or "cross_attention" in name and "kv" in name:
-        return ("encode",)
-    if "decoder" in name or "lm_head" in name or ("embedding" in name and tied):
-        return ("decode",)
-    return ()  # an embedding of which a few rows are read
 
 
 def report(topology: Topology, target: T5Config, draft: T5Config | None, config: EngineConfig, *,

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from tpuspec.config import EngineConfig
 from tpuspec.decode_state import DecodeState, Slots
 from tpuspec.fused_decoder import FusedT5, Model, parameter_names, stacked_layers
 from tpuspec.kernel_choice import KernelChoice
+from tpuspec.kernels import WarpOptions
+from tpuspec.kernels.sampling_reference import warp
 from tpuspec.kv_cache import DecoderCache
 from tpuspec.pass_timing import passes
 from tpuspec.speculative_step import catch_up, step
@@ -287,3 +289,45 @@ def teacher_forced_logits(graph: nnx.GraphDef, params: nnx.State, source_BS: jax
     model = nnx.merge(graph, params)
     encoded_BSD = model.encode(source_BS, lengths_B)
     return model.decode_teacher_forced(target_BT, encoded_BSD, lengths_B)
+
+
+class OverlapRows(NamedTuple):
+    """Of each position, all [B, T].
+
+    Attributes:
+      overlap: Σ min(p, q).
+      kept: min(1, q/p) of the position's token; its mean under p is the overlap.
+      kept_squared, kept_under_draft: the mean of its square under p, and its own under q.
+      possible: whether p of the token is above 0.
+      sound: whether the logits were finite.
+    """
+
+    overlap: jax.Array
+    kept: jax.Array
+    kept_squared: jax.Array
+    kept_under_draft: jax.Array
+    possible: jax.Array
+    sound: jax.Array
+
+
+@functools.partial(jax.jit, static_argnames="vocabulary_size")
+def overlap_of_logits(target_BTV: jax.Array, draft_BTV: jax.Array, tokens_BT: jax.Array,
+                      options: WarpOptions, *, vocabulary_size: int) -> OverlapRows:
+    """Compares two models along texts; of no engine."""
+    p, _, p_sound = warp(target_BTV[..., :vocabulary_size], options, vocabulary_size)
+    q, _, q_sound = warp(draft_BTV[..., :vocabulary_size], options, vocabulary_size)
+    kept = jnp.where(p > 0, jnp.minimum(1.0, q / jnp.where(p > 0, p, 1.0)), 0.0)
+    p_token, kept_token = (jnp.take_along_axis(x, tokens_BT[..., None], axis=-1)[..., 0]
+                           for x in (p, kept))
+    return OverlapRows(
+        overlap=jnp.sum(jnp.minimum(p, q), axis=-1), kept=kept_token,
+        kept_squared=jnp.sum(p * kept**2, axis=-1), kept_under_draft=jnp.sum(q * kept, axis=-1),
+        possible=p_token > 0, sound=p_sound & q_sound)
+
+
+@functools.partial(jax.jit, static_argnames="vocabulary_size")
+def warped_probabilities(logits_BTV: jax.Array, options: WarpOptions, *, vocabulary_size: int,
+                         ) -> jax.Array:
+    """[B, T, vocabulary_size] as they are sampled from; NaN where logits are not sound."""
+    p, _, sound = warp(logits_BTV[..., :vocabulary_size], options, vocabulary_size)
+    return jnp.where(sound[..., None], p, jnp.nan)

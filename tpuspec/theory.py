@@ -10,10 +10,10 @@ taken as independent, which is an approximation; where they differ by position,
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
-from tpuspec.chips import Chip
 from tpuspec.config import check_range
 
 Widening = Callable[[int], float]
@@ -39,6 +39,14 @@ def run_length_distribution(alpha: float, draft_length: int) -> list[float]:
     """Probability of exactly k tokens in a run, for k = 1 .. γ+1:
     α^(k-1) (1 - α), and α^γ for the clean sweep."""
     reached = _at_least(alpha, draft_length)
+    return [here - after for here, after in zip(reached, [*reached[1:], 0.0], strict=True)]
+
+
+def run_lengths_by_position(alphas: Sequence[float]) -> list[float]:
+    """The same where acceptance differs by position; γ is ``len(alphas)``."""
+    for i, alpha in enumerate(alphas):
+        check_range(f"alphas[{i}]", alpha, 0.0, 1.0)
+    reached = [1.0, *np.cumprod(np.asarray(alphas, np.float64)).tolist()]
     return [here - after for here, after in zip(reached, [*reached[1:], 0.0], strict=True)]
 
 
@@ -153,15 +161,28 @@ class Pass:
         return max(self.memory, self.arithmetic)
 
 
-def roofline(parameters: float, positions: int, chip: Chip, *, bytes_per_parameter: float = 2.0,
-             utilization: float = 0.5) -> Pass:
+class Machine(Protocol):
+    """A chip, or anything else of which both are known."""
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second."""
+
+    @property
+    def flops(self) -> float:
+        """Operations a second."""
+
+
+def roofline(parameters: float, positions: int, machine: Machine, *,
+             bytes_per_parameter: float = 2.0, utilization: float = 0.5) -> Pass:
     """One pass over ``positions`` tokens: every weight is read once, and takes one
     multiply-add for each position, at ``utilization`` of the peak."""
     check_range("positions", positions, 1, None)
-    return Pass(memory=parameters * bytes_per_parameter / chip.bandwidth,
-                arithmetic=2 * parameters * positions / (utilization * chip.flops))
+    return Pass(memory=parameters * bytes_per_parameter / machine.bandwidth,
+                arithmetic=2 * parameters * positions / (utilization * machine.flops))
 
 
-def crossover(chip: Chip, *, bytes_per_parameter: float = 2.0, utilization: float = 0.5) -> float:
+def crossover(machine: Machine, *, bytes_per_parameter: float = 2.0,
+              utilization: float = 0.5) -> float:
     """Positions from which a pass is bound by arithmetic; the same for every size."""
-    return bytes_per_parameter * utilization * chip.flops / (2 * chip.bandwidth)
+    return bytes_per_parameter * utilization * machine.flops / (2 * machine.bandwidth)

@@ -34,3 +34,21 @@ def test_plan_says_when_no_draft_length_pays():
     assert "No draft length pays" in result.stdout and "0  " in result.stdout
     wrong = run_cli("plan", "--alpha", "1.5", "--c", "0.3")
     assert wrong.returncode == 2 and "must be in [0.0, 1.0], got 1.5" in wrong.stderr
+
+
+def test_plan_says_how_many_tokens_a_run_gives_and_what_a_roofline_allows():
+    args = ("plan", "--alpha", "0.75", "--c", "0.02", "--longest", "7", "--parameters", "11e9",
+            "--draft_parameters", "77e6", "--machine", "28,193")
+    plan = json.loads(run_cli(*args, "--json").stdout)
+    assert plan["pays"] is True
+    assert plan["tokens_of_a_run"] == pytest.approx(theory.run_length_distribution(0.75, 7))
+    rows = {row["machine"]: row for row in plan["roofline"]}
+    assert list(rows) == ["v4", "v5e", "v5p", "v6e", "measured"]
+    assert rows["v4"]["target_ms"] == rows["v4"]["verify_ms"] == pytest.approx(18.3, abs=0.1)
+    assert rows["v4"]["c"] == pytest.approx(0.007, abs=0.0005)
+    cpu = rows["measured"]  # float32: 44 GB at 28 GB/s; 7 operations a byte
+    assert cpu["target_ms"] == pytest.approx(44e3 / 28)
+    assert cpu["bound_by_arithmetic_from"] == pytest.approx(2 * 193 / 28)
+    printed = run_cli(*args).stdout
+    assert "8 (13%) tokens." in printed and "v6e: target pass" in printed
+    assert "Idealized" in printed
