@@ -50,6 +50,8 @@ def make_request(
     Raises:
       ValueError: a value does not fit its field; the server checks all bounds.
     """
+    if not isinstance(stop, Sequence) or isinstance(stop, str):  # a text is a list of its letters
+        raise ValueError(f"stop must be a list of texts, got {stop!r}")
     try:
         request = pb.GenerateRequest(
             request_id=request_id, eos_ids=eos_ids, ignore_eos=ignore_eos, stop=stop, seed=seed,

@@ -8,6 +8,7 @@ import sys
 import tqdm
 
 from tpuspec import checkpoint
+from tpuspec.checkpoint_location import reading
 from tpuspec.config import Activation, Quantization
 from tpuspec.conversion import convert
 from tpuspec.conversion_check import CheckReport, check
@@ -35,8 +36,10 @@ def run(args: argparse.Namespace) -> int:
             bar.update(done - bar.n)
 
         try:
-            convert(source, args.out, dtype=args.dtype, progress=progress,
-                    quantization=None if args.quantize is None else Quantization(args.quantize))
+            with reading(args.source):
+                convert(source, args.out, dtype=args.dtype, progress=progress,
+                        quantization=None if args.quantize is None
+                        else Quantization(args.quantize))
         except (KeyboardInterrupt, OSError):
             bar.close()
             print("not finished: the same command goes on from here", file=sys.stderr)

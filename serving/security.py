@@ -4,6 +4,8 @@ import dataclasses
 import hmac
 import os
 import pathlib
+import re
+import ssl
 from collections.abc import Awaitable, Callable
 from typing import Any, NoReturn
 
@@ -12,6 +14,7 @@ import grpc.aio
 from absl import logging
 
 _OPEN = "/grpc.health.v1.Health/"  # probes have no token
+_TOKEN = re.compile(rb"[A-Za-z0-9\-._~+/]+=*")  # RFC 6750
 _HANDLERS = {
     (False, False): grpc.unary_unary_rpc_method_handler,
     (False, True): grpc.unary_stream_rpc_method_handler,
@@ -124,6 +127,19 @@ class ServerSecurity:
         for name, data in (("tls_certificate", certificate), ("tls_key", key)):
             if b"-----BEGIN " not in data:
                 raise ValueError(f"{name} must be a PEM file")
+        # gRPC would only say that it cannot listen. OpenSSL reads the files themselves.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            context.load_cert_chain(self.certificate, self.key)
+        except ssl.SSLError as error:
+            raise ValueError(f"tls_certificate {self.certificate} and tls_key {self.key} are no "
+                             f"pair: {error.reason or error}") from None
+        if self.client_ca is not None:
+            try:
+                context.load_verify_locations(self.client_ca)
+            except ssl.SSLError as error:
+                raise ValueError(f"tls_client_ca {self.client_ca} has no certificate: "
+                                 f"{error.reason or error}") from None
         return grpc.ssl_server_certificate_configuration(
             [(key, certificate)],
             None if self.client_ca is None else _read("tls_client_ca", self.client_ca))
@@ -134,7 +150,12 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
 
     def __init__(self, path: str):
         def parse() -> tuple[bytes, ...]:
-            return tuple(_read("token_file", path).split())
+            tokens = tuple(_read("token_file", path).split())
+            for number, token in enumerate(tokens):
+                if not _TOKEN.fullmatch(token):
+                    raise ValueError(f"token_file {path} has a token, number {number + 1}, that no "
+                                     "header can carry: letters, digits and -._~+/= may be in it")
+            return tokens
 
         self._tokens = _Watched((path,), parse)
 

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import errno
 import socket
 
 from absl import logging
@@ -45,10 +46,15 @@ def _ladder(draft_length: int | None) -> tuple[int, ...]:
 
 
 def _check_free(host: str, port: int) -> None:
-    """Raises OSError if nobody could listen there now."""
+    """Raises OSError if any of the host's addresses is taken: gRPC would be content with the
+    others, and who connects to the taken one would reach another program."""
     try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        socket.create_server(address[:2], family=family).close()
+        for family, _, _, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            try:
+                socket.create_server(address[:2], family=family).close()
+            except OSError as error:
+                if error.errno in (errno.EADDRINUSE, errno.EACCES):
+                    raise
     except OSError as error:
         raise OSError(f"cannot listen on {host}:{port}: {error}") from None
 

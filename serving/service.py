@@ -15,7 +15,7 @@ from tpuspec.serving.request import Request
 from tpuspec.serving.token_stream import TokenStream
 from tpuspec.serving.validation import Door
 
-_LONG_TEXT = 4096  # characters; longer ones are tokenized off the event loop
+_LONG = 4096  # bytes; longer messages are checked and tokenized off the event loop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class GenerationService:
 
     async def _check(self, message: pb.GenerateRequest, deadline: float | None) -> Request:
         try:
-            if len(message.text) > _LONG_TEXT:
+            if message.ByteSize() > _LONG:
                 return await asyncio.to_thread(self._door.check, message, deadline)
             return self._door.check(message, deadline)
         except ValueError as error:

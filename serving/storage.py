@@ -70,6 +70,8 @@ class File:
         with contextlib.ExitStack() as stack:
             file: Any = stack.enter_context(self._fs.open(self._path, "rb"))
             if self.compressed:
+                if self._fs.size(self._path) == 0:
+                    raise ValueError(f"{self.url} is not a whole gzip file: it is empty")
                 file = stack.enter_context(gzip.open(file))
             try:
                 while line := file.readline(MAX_LINE + 1):

@@ -7,6 +7,8 @@ from programmable import rand
 from tpuspec import cost_sweep
 from tpuspec.checkpoint import named_parameters
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 def test_figures_of_a_sweep(monkeypatch):
     """Real programs, made-up times."""

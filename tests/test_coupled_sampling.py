@@ -35,6 +35,8 @@ from tpuspec.coupled_sampling import accept_equal, arrivals, choose
 from tpuspec.kernels import WarpOptions
 from tpuspec.sampling import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 COUPLED = dict(sampler=Sampler.COUPLED)
 ENGINE = dataclasses.replace(TINY, sampler=Sampler.COUPLED)
 

@@ -13,6 +13,8 @@ from traffic import Answer, Expected, Visit, expected, random_visits, visit_all
 from tpuspec.engine import Engine
 from tpuspec.serving.errors import ErrorCode
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 WIDE = dataclasses.replace(TINY, slots=8, source_buckets=(32,), draft_lengths=(0, 1, 4))
 
 

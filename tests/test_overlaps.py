@@ -11,6 +11,8 @@ from tpuspec.acceptance_figures import target_runs
 from tpuspec.overlaps import ModelLogits, Output
 from tpuspec.sampling import SamplingParams
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 V = 12
 
 

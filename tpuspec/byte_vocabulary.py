@@ -4,18 +4,21 @@ import json
 import os
 from pathlib import Path
 
+from tpuspec.config import check_range
 from tpuspec.vocabulary import OPTIONS_FILE, Vocabulary
 
 _FIRST = 3  # id of byte 0, after padding, end of sequence and unknown
 DEFAULT_EXTRA_IDS = 125
+_MOST_EXTRA_IDS = 100_000
 
 
 class ByteVocabulary(Vocabulary):
     """Padding 0, end 1, unknown 2, the 256 bytes, then sentinels, counted forwards."""
 
     def __init__(self, extra_ids: int = DEFAULT_EXTRA_IDS):
-        if extra_ids < 0:
-            raise ValueError(f"extra_ids must be at least 0, got {extra_ids}")
+        if not isinstance(extra_ids, int):
+            raise ValueError(f"extra_ids must be a whole number, got {extra_ids!r}")
+        check_range("extra_ids", extra_ids, 0, _MOST_EXTRA_IDS)
         control, unknown, byte = 3, 2, 6  # SentencePiece's numbers for the kinds
         self._pieces = [("<pad>", control), ("</s>", control), ("<unk>", unknown),
                         *((f"<0x{b:02X}>", byte) for b in range(256))]

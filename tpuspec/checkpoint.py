@@ -28,13 +28,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 
-from tpuspec.checkpoint_location import CONFIG_FILE, UNFINISHED, find
+from tpuspec.checkpoint_location import CONFIG_FILE, UNFINISHED, find, reading
 from tpuspec.checkpoint_writer import (
     CHECKSUMS,
     WEIGHTS,
     CheckpointWriter,
     all_blocks,
     checksum,
+    has_parts,
     of_block,
 )
 from tpuspec.config import T5Config
@@ -139,7 +140,7 @@ def write(directory: str | os.PathLike[str], config: T5Config, dtype: jnp.dtype,
         then nothing is left behind.
     """
     final = Path(directory).expanduser().absolute()
-    if final.exists():
+    if os.path.lexists(final):  # a link to nothing, too
         raise ValueError(f"{final} exists already; choose another name or remove it first")
     name = secrets.token_hex(4) if resume is None else "resumable"
     scratch = final.with_name(f"{final.name}{UNFINISHED}{name}")
@@ -229,15 +230,23 @@ def check_sums(directory: str | os.PathLike[str]) -> None:
     if not (path / CHECKSUMS).is_file():
         raise ValueError(f"{path} has no {CHECKSUMS} to compare with")
     config, dtype, _ = _configuration(path / CONFIG_FILE)
-    sums = json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))["blocks"]
-    for name in AbstractModel(config, checked_dtype(dtype)).leaves:
+    with reading(path / CHECKSUMS):
+        stored = json.loads((path / CHECKSUMS).read_text(encoding="utf-8"))["blocks"]
+        sums = {name: sorted((int(part), int(start), int(stop), str(wanted))
+                             for part, start, stop, wanted in rows)
+                for name, rows in stored.items()}
+    for name, leaf in AbstractModel(config, checked_dtype(dtype)).leaves.items():
         store = open_store(array_spec(path / WEIGHTS, name), name)
-        if name not in sums:
-            raise ValueError(f"{path / CHECKSUMS} has no sums of {name}")
-        for part, start, stop, wanted in sums[name]:
-            piece = of_block(store, (name, part, start, stop)).read().result()
-            if checksum(piece) != wanted:
+        parts = has_parts(name, leaf.shape)
+        reached = [0] * (leaf.shape[0] if parts else 1)
+        for part, start, stop, wanted in sums.get(name, []):
+            if not (part < len(reached) and reached[part] == start < stop <= leaf.shape[parts]):
+                break
+            reached[part] = stop
+            if checksum(of_block(store, (name, part, start, stop)).read().result()) != wanted:
                 raise ValueError(f"{name} in {path} is not what was written: its checksum differs")
+        if min(reached) < leaf.shape[parts]:
+            raise ValueError(f"{path / CHECKSUMS} has no sums of all of {name}")
 
 
 def _check_int8(found: Mapping[str, Any], wanted: Mapping[str, jax.ShapeDtypeStruct],
@@ -259,7 +268,7 @@ def _configuration(file: Path) -> tuple[T5Config, str, dict[str, Any]]:
         return T5Config.from_json(stored["model"]), str(stored["dtype"]), dict(stored["provenance"])
     except KeyError as error:
         raise ValueError(f"{file} is damaged: it lacks {error}") from error
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {error}") from error
 
 

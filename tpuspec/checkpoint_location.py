@@ -1,7 +1,8 @@
 """Where a checkpoint is, or why there is none."""
 
+import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from etils import epath
@@ -10,6 +11,22 @@ from tpuspec.checkpoint_writer import WEIGHTS
 
 CONFIG_FILE = "model.json"
 UNFINISHED = ".unfinished-"  # in the names of directories that are being written
+
+
+@contextlib.contextmanager
+def reading(what: str | os.PathLike[str]) -> Iterator[None]:
+    """What reads damaged files raises errors of every kind, which tell people no more than that
+    they are damaged. Raises ValueError for those that are not clear already."""
+    try:
+        yield
+    except (ValueError, OSError):
+        raise
+    except ImportError as error:
+        raise ValueError(f"{os.fspath(what)} cannot be read: {error} (for gs:// pip install "
+                         "'.[gcs]')") from error
+    except Exception as error:
+        raise ValueError(f"{os.fspath(what)} is damaged: {type(error).__name__}: {error}"
+                         ) from error
 
 
 def path_of(directory: str | os.PathLike[str]) -> Path:

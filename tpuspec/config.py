@@ -12,6 +12,8 @@ import enum
 from collections.abc import Mapping
 from typing import Any
 
+_MOST_LAYERS = 1000  # of a stack: a damaged file must not keep a machine busy for hours
+
 
 class Activation(enum.StrEnum):
     """Feed-forward kinds of the T5 family. GELU is always the tanh form."""
@@ -104,6 +106,7 @@ class T5Config:
             object.__setattr__(self, "quantization", Quantization(self.quantization))
         if self.scale_decoder_outputs is None:
             object.__setattr__(self, "scale_decoder_outputs", self.tie_word_embeddings)
+        self._check_kinds()
         for name in ("vocab_size", "d_model", "d_kv", "d_ff", "num_heads",
                      "num_layers", "num_decoder_layers"):
             check_range(name, getattr(self, name), 1, None)
@@ -112,8 +115,21 @@ class T5Config:
         check_range("relative_attention_max_distance",
                     self.relative_attention_max_distance,
                     self.relative_attention_num_buckets + 1, None)
+        for name in ("num_layers", "num_decoder_layers"):
+            check_range(name, getattr(self, name), 1, _MOST_LAYERS)
         for name in ("decoder_start_token_id", "eos_token_id", "pad_token_id"):
             check_range(name, getattr(self, name), 0, self.vocab_size - 1)
+        check_range("layer_norm_epsilon", self.layer_norm_epsilon, 0.0, 1.0)
+
+    def _check_kinds(self) -> None:
+        """JSON of others has been seen with texts for numbers."""
+        kinds = {int: "a whole number", bool: "true or false", float: "a number"}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            wanted = bool if field.name == "scale_decoder_outputs" else field.type
+            if wanted in kinds and type(value) not in ((int, float) if wanted is float
+                                                       else (wanted,)):
+                raise ValueError(f"{field.name} must be {kinds[wanted]}, got {value!r}")
 
     @property
     def inner_dim(self) -> int:

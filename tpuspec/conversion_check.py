@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +100,7 @@ def _read(file: Path, config: T5Config) -> dict[str, np.ndarray]:
     try:
         with np.load(file, allow_pickle=False) as stored:
             arrays = {name: stored[name] for name in _ARRAYS}
-    except (ValueError, KeyError, EOFError, OSError) as error:
+    except (ValueError, KeyError, EOFError, OSError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{file} holds no expectation: {error}") from error
     for name in ("input_ids", "decoder_input_ids"):
         if arrays[name].max() >= config.vocab_size:

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax.numpy as jnp
 
 from tpuspec import checkpoint, huggingface, t5x_files, t5x_layout
-from tpuspec.checkpoint_location import CONFIG_FILE, find, path_of
+from tpuspec.checkpoint_location import CONFIG_FILE, find, path_of, reading
 from tpuspec.checkpoint_writer import WEIGHTS, has_parts
 from tpuspec.config import Activation
 from tpuspec.tensor_source import Part, Source
@@ -25,6 +25,11 @@ def open_source(directory: str | os.PathLike[str], *, activation: Activation | N
     Raises:
       ValueError: it is none of them, more than one, or damaged; a hint where it may be.
     """
+    with reading(directory):
+        return _open_source(directory, activation)
+
+
+def _open_source(directory: str | os.PathLike[str], activation: Activation | None) -> Source:
     if "://" in os.fspath(directory):
         raise ValueError(f"{directory} is not on this machine: copy it here first")
     path = path_of(directory)
@@ -58,9 +63,10 @@ def open_source(directory: str | os.PathLike[str], *, activation: Activation | N
 
 def describe(directory: str | os.PathLike[str]) -> checkpoint.Description:
     """What any of them is, without reading its arrays."""
-    if (path_of(directory) / CONFIG_FILE).is_file():
-        return checkpoint.describe(directory)
-    return open_source(directory).describe()
+    with reading(directory):
+        if (path_of(directory) / CONFIG_FILE).is_file():
+            return checkpoint.describe(directory)
+        return open_source(directory).describe()
 
 
 def _open_ours(path: Path) -> Source:

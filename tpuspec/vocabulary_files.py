@@ -23,7 +23,7 @@ def find_vocabulary(directory: Path, *, rows: int | None = None) -> Vocabulary |
     """
     options = _json(directory / OPTIONS_FILE)
     if options.get("kind") == BYTES:
-        return ByteVocabulary(options["extra_ids"])
+        return ByteVocabulary(options.get("extra_ids", DEFAULT_EXTRA_IDS))
     about = _json(directory / _CLASS_FILE)
     if str(about.get("tokenizer_class", "")).startswith("ByT5"):
         return ByteVocabulary(about.get("extra_ids", DEFAULT_EXTRA_IDS))

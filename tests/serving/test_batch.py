@@ -358,10 +358,12 @@ def test_missing_record_is_never_passed_over(job, tmp_path, monkeypatch):
     (("none.jsonl", "out.jsonl"), "none.jsonl"),
     (("in.jsonl", "in.jsonl"), "in.jsonl exists and is not of this job"),
     (("torn.txt.gz", "out.txt"), "torn.txt.gz is not a whole gzip file"),
+    (("nothing.txt.gz", "out.txt"), "nothing.txt.gz is not a whole gzip file: it is empty"),
     (("in.jsonl", "foo://out.jsonl"), "Protocol not known: foo")])
 def test_files_that_will_not_do_are_one_clear_line(engines, tmp_path, monkeypatch, args, said):
     monkeypatch.chdir(tmp_path)
     pathlib.Path("in.jsonl").write_text('{"input": "zero"}\n')
+    pathlib.Path("nothing.txt.gz").touch()
     pathlib.Path("torn.txt.gz").write_bytes(gzip.compress(b"zero\n" * 99)[:-9])
     with pytest.raises((ValueError, OSError), match=said):
         batch_child.run("--input", args[0], "--output", args[1])

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +170,15 @@ def test_inspect_describes_what_is_not_converted_yet_and_verifies_what_is(tmp_pa
         assert after["verified"] and after["layout"] == "tpuspec"
         for same in ("family", "parameters", "dtype", "bytes_on_device", "tied", "model"):
             assert before[same] == after[same]
+    sums = (made / "checksums.json").read_text()
+    for damaged, told in ((dict.fromkeys(json.loads(sums)["blocks"], []), "has no sums of all of "),
+                          ([1], "checksums.json is damaged: AttributeError"),
+                          (json.loads(sums)["blocks"] | {"embedding": [[0, 1, 2, "a"]]},
+                           "has no sums of all of embedding"),
+                          (None, "checksums.json is damaged: AttributeError")):
+        (made / "checksums.json").write_text(json.dumps({"blocks": damaged}))
+        with pytest.raises(ValueError, match=told):
+            facts(str(made), "--verify")
     (made / "checksums.json").unlink()
     with pytest.raises(ValueError, match="no checksums.json"):
         facts(str(made), "--verify")
@@ -195,3 +205,33 @@ def test_a_damaged_configuration_is_named(tiny_pair, tmp_path, text, told):
     (broken / "model.json").write_text(text)
     with pytest.raises(ValueError, match="model.json " + told):
         checkpoint.load(broken)
+
+
+@pytest.mark.parametrize("change, told", [
+    (dict(d_model="64"), "d_model must be a whole number, got '64'"),
+    (dict(num_layers=2.0), "num_layers must be a whole number, got 2.0"),
+    (dict(num_layers=100_000), r"num_layers must be in \[1, 1000\], got 100000"),
+    (dict(eos_token_id=[1, 2]), r"eos_token_id must be a whole number, got \[1, 2\]"),
+    (dict(layer_norm_epsilon="x"), "layer_norm_epsilon must be a number, got 'x'"),
+    (dict(layer_norm_epsilon=-1.0), r"layer_norm_epsilon must be in \[0.0, 1.0\], got -1.0"),
+    (dict(scale_decoder_outputs="no"), "scale_decoder_outputs must be true or false, got 'no'"),
+    (dict(feed_forward_proj=5), "is damaged: AttributeError"),
+    (None, "config.json is damaged: "), ("[" * 200_000, "is damaged: RecursionError")])
+def test_damaged_files_of_others_are_one_clear_line(tmp_path, change, told):
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / "t5_v1_0", source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(
+        json.dumps(config | change if isinstance(change, dict) else change)
+        if not isinstance(change, str) else change)
+    with pytest.raises(ValueError, match=told):
+        inspect.run(make_parser().parse_args(["inspect", str(source)]))
+
+
+@pytest.mark.parametrize("header", [b'"abc"', b"5", b"null", b"[" * 100_000, b'{"a": 1}'])
+def test_damaged_weights_of_others_are_one_clear_line(tmp_path, header):
+    source = tmp_path / "source"
+    shutil.copytree(GOLDEN / "t5_v1_0", source)
+    (source / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(ValueError, match="is damaged: |cannot be read: "):
+        inspect.run(make_parser().parse_args(["inspect", str(source)]))

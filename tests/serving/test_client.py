@@ -7,7 +7,7 @@ import grpc
 import pytest
 from harness import Answer, on_server, try_client
 
-from tpuspec.serving.client import BlockingClient, Client
+from tpuspec.serving.client import BlockingClient, Client, make_request
 
 
 def test_blocking_client_streams():
@@ -49,3 +49,10 @@ def test_client_closes_with_its_context():
             await client.get_model()
 
     on_server(body)
+
+
+def test_a_text_for_a_list_of_texts_is_refused():
+    for stop in ("END", {"END": 1}, None):
+        with pytest.raises(ValueError, match="stop must be a list of texts, got "):
+            make_request("a", stop=stop)
+    assert list(make_request("a", stop=("END",)).stop) == ["END"]

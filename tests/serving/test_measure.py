@@ -14,6 +14,8 @@ from tpuspec.serving import measure, measure_alpha, measure_cost, measure_speedu
 from tpuspec.serving.cli import make_parser
 from tpuspec.serving.service import ModelInfo
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import datetime
 import os
+import pathlib
 
 import grpc
 import grpc.aio
@@ -205,9 +206,18 @@ def test_reflection_can_be_off():
     (dict(certificate="EMPTY", key="EMPTY"), "tls_certificate .* is empty"),
     (dict(certificate="TEXT", key="TEXT"), "tls_certificate must be a PEM file"),
     (dict(tokens="EMPTY"), "token_file .* is empty"),
+    (dict(tokens="BINARY"), "token_file .* has a token, number 2, that no header can carry"),
+    (dict(certificate="server_key", key="server"), "server.key and tls_key .* are no pair"),
+    (dict(certificate="server", key="client_key"), "are no pair: KEY_VALUES_MISMATCH"),
+    (dict(certificate="TORN", key="server_key"), ".*torn and tls_key .* are no pair"),
+    (dict(certificate="server", key="server_key", client_ca="server_key"),
+     "tls_client_ca .*server.key has no certificate"),
 ])
-def test_what_makes_no_sense_is_refused_before_anything_is_loaded(fields, message, tmp_path):
-    known = {"EMPTY": write(tmp_path / "empty", b" \n"), "TEXT": write(tmp_path / "text", b"abc")}
+def test_what_makes_no_sense_is_refused_before_anything_is_loaded(fields, message, tmp_path, files):
+    known = files | {
+        "BINARY": write(tmp_path / "binary", b"good \x00\xff"),
+        "TORN": write(tmp_path / "torn", pathlib.Path(files["server"]).read_bytes()[:200]),
+        "EMPTY": write(tmp_path / "empty", b" \n"), "TEXT": write(tmp_path / "text", b"abc")}
     with pytest.raises(ValueError, match=message):
         ServerSecurity(**{name: known.get(value, value) for name, value in fields.items()}).check()
 

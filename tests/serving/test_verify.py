@@ -15,6 +15,8 @@ from tpuspec.sampling import SamplingParams
 from tpuspec.serving import verify
 from tpuspec.serving.cli import make_parser
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 V = 32
 
 
