@@ -38,6 +38,16 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_default_matmul_precision", "highest")
 
+# Begun first, so that no worker is left alone with one of them at the end.
+LONGEST = ("test_kernel_report.py", "test_exactness.py", "test_engine.py", "test_engine_kernels.py",
+           "test_multihost.py", "test_mesh.py", "test_demo_pair.py", "test_batch_pair.py",
+           "test_options.py", "test_quantization.py", "test_engine_draft_lengths.py")
+
+
+def pytest_collection_modifyitems(items):
+    rank = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, len(rank)))
+
 
 @pytest.fixture
 def quick_compilation():
