@@ -217,6 +217,6 @@ class TestSetUp:
             status, _, _ = run(checkout, environment, "test", "-k", "a name")
             assert status == 0
         once = ["ruff check .", "mypy --config-file ../pyproject.toml",
-                "pytest -n auto --maxprocesses 4 --dist loadfile -k a name"]
+                "pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder -k a name"]
         log = pathlib.Path(environment["LOG"]).read_text().splitlines()
         assert log == ["install", "editable", *once, *once]
