@@ -169,6 +169,8 @@ def _generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="for each source")
     parser.add_argument("--priority", type=int, default=0,
                         help="in a server's queue, -100 to 100: higher ones first")
+    parser.add_argument("--label", default="", help="kind of the request, for a server's metrics "
+                        "and its choice of draft lengths")
 
 
 def _batch_flags(parser: argparse.ArgumentParser) -> None:

@@ -29,9 +29,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _rows(args: argparse.Namespace) -> Iterator[Row]:
     """Raises ValueError if the sources come from more than one place, or from none."""
+    if args.logprobs is not None and not args.json:
+        raise ValueError("logprobs must be asked for with --json: they are not text")
     defaults: Mapping[str, Any] = {
         name: getattr(args, name) for name in (
-            *OPTIONS, "seed", "max_new_tokens", "draft_length", "priority")}
+            *OPTIONS, "seed", "max_new_tokens", "draft_length", "priority", "label")}
     if args.input is not None:
         if args.text:
             raise ValueError("text must be empty with --input")
@@ -50,8 +52,9 @@ async def _with_server(args: argparse.Namespace, rows: Sequence[Row]) -> int:
         try:
             limits = (await client.get_model()).limits
         except grpc.aio.AioRpcError as error:
+            hint = "" if args.tls or args.tls_ca else "; --tls or --tls_ca, if the server has TLS"
             raise ValueError(f"no answer from {args.server}: {error.code().name}: "
-                             f"{error.details()}") from None
+                             f"{error.details()}{hint}") from None
 
         def respond(request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
             return client.generate(request, timeout=args.timeout)

@@ -112,6 +112,13 @@ def test_server_that_does_not_answer_is_one_clear_line():
     assert result.returncode == 1
     line, = result.stderr.splitlines()
     assert "no answer from localhost:1: UNAVAILABLE" in line
+    assert line.endswith("--tls or --tls_ca, if the server has TLS")
+
+
+def test_log_probabilities_are_not_thrown_away():
+    result = run_cli("generate", "--server", "localhost:1", "one", "--logprobs", "2")
+    assert result.returncode == 1
+    assert "logprobs must be asked for with --json" in result.stderr
 
 
 def test_texts_of_any_kind_go_to_a_server_and_come_back_in_order(tmp_path):
@@ -132,6 +139,8 @@ def test_texts_of_any_kind_go_to_a_server_and_come_back_in_order(tmp_path):
         assert several.stdout == "one two three four\neleven twelve \n"
         lines = await cli("--max_new_tokens", "1", stdin="zero\n\nfive\n")
         assert lines.stdout == "one\nw2\nsix\n"  # an empty line is a source, too
+        await cli("zero", "--label", "counting", "--max_new_tokens", "1")
+        assert it.server.metrics._by_label["counting"].emitted == 1
         bad = await cli("zero", "--max_new_tokens", "1000")
         assert bad.returncode == 1 and "max_new_tokens must be in [1, 100]" in bad.stderr
 
