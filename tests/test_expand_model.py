@@ -51,7 +51,9 @@ def greedy(model, source) -> list[int]:
     return tokens[0].tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [
+    kind if kind in ("tied relu", "untied gelu") else pytest.param(kind, marks=pytest.mark.slow)
+    for kind in KINDS])
 def test_an_expansion_computes_the_same(kind):
     changes, like = KINDS[kind]
     model = rand(3, **SMALL, **changes)
@@ -79,6 +81,7 @@ def test_every_weight_is_a_number_of_its_own():
             assert len(np.unique(np.asarray(array))) > 0.99 * array.size, name
 
 
+@pytest.mark.slow
 def test_bfloat16_stays_bfloat16():
     model = recast(rand(3, **SMALL), jnp.bfloat16)
     larger = expand_model.expand(model, LARGER)
