@@ -101,6 +101,8 @@ def make_parser() -> argparse.ArgumentParser:
             ("measure", "measure alpha, or what it takes, on this machine", _measure_flags),
             ("verify", "test that a pair samples exactly what its target would, on this machine",
              _verify_flags),
+            ("report", "one page with figures, of what measure, verify and demo said as JSON",
+             _report_flags),
             ("plan", "what a pair should gain by Eq. (5), by draft length", _plan_flags),
             ("compile", "compile the programs of a pair for a TPU that need not be there: "
              "memory, estimated times, what to expect", _compile_flags)):
@@ -380,6 +382,14 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=_integer(100), default=300,
                         help="outputs of each kind and source; four times as many see half the "
                              "bias")
+
+
+def _report_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("document", nargs="+", metavar="FILE.json",
+                        help="what measure alpha, measure speedup, measure cost, verify or demo "
+                             "printed with --json; at most one of each, known by its keys")
+    parser.add_argument("--output", required=True, metavar="FILE.html",
+                        help="the page; it needs no other file and no network")
 
 
 def _prompt_flags(parser: argparse.ArgumentParser) -> None:
