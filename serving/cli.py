@@ -137,6 +137,9 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft_length", type=_integer_or_auto, default=_SHAPES.draft_length,
                         metavar="N|auto", help="of requests that name none; auto chooses before "
                         "every target run, by what was accepted and how long runs take")
+    parser.add_argument("--ngram_drafts", action="store_true",
+                        help="look drafts up in source and output: what followed the last tokens "
+                             "before. Beside a draft model with auto alone, which chooses")
     parser.add_argument("--grace_seconds", type=float, default=30.0,
                         help="for running requests after SIGTERM")
     _certificate_flags(parser, "of the server, PEM; turns TLS on")

@@ -23,12 +23,16 @@ def run(args: argparse.Namespace) -> int:
         if port:
             _check_free(args.host, port)
     with models.pair(args.target, args.draft) as pair:
-        plain = pair.draft is None
+        plain = pair.draft is None and not args.ngram_drafts
+        if args.ngram_drafts and pair.draft is not None and args.draft_length is not None:
+            raise ValueError("draft_length must be auto for ngram_drafts beside a draft model, "
+                             f"got {args.draft_length}")
         config = EngineConfig(
             slots=args.slots, source_buckets=args.source_buckets,
             max_target_length=args.max_target_length,
             draft_lengths=(0,) if plain else args.draft_lengths or _ladder(args.draft_length),
-            draft_length=0 if plain else args.draft_length, sampler=args.sampler)
+            draft_length=0 if plain else args.draft_length, sampler=args.sampler,
+            ngram_drafts=args.ngram_drafts)
         served = models.load(pair, config, dtype=args.dtype, mesh_shape=args.mesh)
     if args.log_json:
         request_log.use_json()

@@ -62,7 +62,8 @@ def state_shardings(state: DecodeState, target: T5Config, draft: T5Config | None
         target_cache=cache(state.target_cache, target),
         draft_cache=None if draft is None or state.draft_cache is None
         else cache(state.draft_cache, draft),
-        history_BT=None if state.history_BT is None else rows)
+        history_BT=None if state.history_BT is None else rows,
+        source_BS=None if state.source_BS is None else rows)
 
 
 def place[Tree](tree: Tree, shardings: Tree) -> Tree:

@@ -218,7 +218,8 @@ def _floor_bytes(engine: AbstractEngine, key: Key) -> int:
                    + engine.cache_bytes(i) // engine.programs.config.slots for i in models)
     if key[0] == "pass":
         return one_pass(("target", "draft").index(key[1]))
-    return one_pass(0) + (key[1] * one_pass(1) if key[1] else 0)
+    drafts = key[1] if key[0] == "step" else 0  # of a look-up there is nothing to read
+    return one_pass(0) + (drafts * one_pass(1) if drafts else 0)
 
 
 def _floor_operations(engine: AbstractEngine, key: Key) -> int:
@@ -235,6 +236,8 @@ def _name(key: Key, config: EngineConfig) -> str:
             return f"encode and insert {bucket}"
         case ("step", rung, _):
             return f"step, gamma {rung}"
+        case ("look up", rung, _):
+            return f"step, gamma {rung}, looked up"
         case ("pass", "draft", _):
             return "draft pass"
         case (_, which, width):

@@ -181,7 +181,8 @@ def serving(pair):
         [sys.executable, "-c", "from tpuspec.serving.cli import main; main()", "serve",
          "--target", pair / "target", "--draft", pair / "draft", "--port", "0",
          "--slots", "2", "--source_buckets", "16", "--max_target_length", "32",
-         "--draft_lengths", "0,2", "--draft_length", "auto", "--metrics_port", "0"],
+         "--draft_lengths", "0,2", "--draft_length", "auto", "--ngram_drafts",
+         "--metrics_port", "0"],
         stderr=subprocess.PIPE, text=True)
     try:
         said = []
