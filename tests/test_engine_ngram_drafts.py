@@ -105,6 +105,20 @@ def test_a_target_alone_chooses_how_many_to_look_up():
         assert (drafted > 1) if pays else (drafted < 1), drafted
 
 
+def test_an_end_that_was_looked_up_is_no_gain():
+    """It is accepted, but nothing comes after it: plain steps are as many."""
+    engine = engine_with(count({6: 1}, vocab=48), None, BESIDE)
+    engine._lengths = DraftLengths({0: 1.0}, {4: 1.1})
+    engine._lengths.timed = lambda *_: None
+    job = Job(source=[6, 1], draft_length=None)
+    for _ in range(20):
+        result = solo(engine, job)
+    assert result.ids == [3, 4, 5, 6, 1] and len(result.per_step) == 5
+    assert solo(engine, dataclasses.replace(job, draft_length=4)).stats.accepted == 1
+    running = [engine._lengths.newcomer("", 4)]
+    assert running[0].found > 0.1 and running[0].looked_up(4)[1] < 1.2
+
+
 # ---- beside one --------------------------------------------------------------
 
 
@@ -132,7 +146,7 @@ class Script(DraftLengths):
         self.mixed += sum(chosen)
         return chosen
 
-    def record(self, kind, drafting, *, accepted, examined):
+    def record(self, kind, drafting, *, accepted, examined, ended=False):
         self.examined += examined
         self.refused += examined - accepted
 

@@ -70,15 +70,25 @@ class Acceptance:
         self._fade = 1 - 1 / memory
         self._accepted = [0.0] * places
         self._examined = [0.0] * places
+        self._records = 0
+        self._rates: list[float] = []
+        self._rated = -1  # records that the rates are of
 
     def record(self, accepted: int, examined: int) -> None:
         """One step: ``examined`` drafts were judged and the first ``accepted`` kept."""
+        self._records += 1
         for place in range(len(self._examined)):
             self._accepted[place] = self._accepted[place] * self._fade + (place < accepted)
             self._examined[place] = self._examined[place] * self._fade + (place < examined)
 
     def rates(self) -> list[float]:
         """For each place, the chance that its draft is accepted if all before it were."""
+        records = self._records + (0 if self._before is None else self._before._records)
+        if records != self._rated:
+            self._rated, self._rates = records, self._estimate()
+        return self._rates
+
+    def _estimate(self) -> list[float]:
         believed = None if self._before is None else self._before.rates()
         rates: list[float] = []
         for place, (accepted, examined) in enumerate(
@@ -183,16 +193,26 @@ class DraftLengths:
         return Drafting(sources=Sources(self._longest, memory=32, before=known), limit=limit,
                         chosen=chosen)
 
-    def record(self, kind: str, drafting: Drafting, *, accepted: int, examined: int) -> None:
-        """Counts of one step of one request: drafts of the draft model, or none."""
-        for sources in self._of(kind, drafting):
-            sources.model.record(accepted, examined)
+    def record(self, kind: str, drafting: Drafting, *, accepted: int, examined: int,
+               ended: bool = False) -> None:
+        """Counts of one step of one request: drafts of the draft model, or none.
 
-    def record_look_up(self, kind: str, drafting: Drafting, *, found: int, agreed: int,
-                       new: int) -> None:
-        """What a look-up would have said, or did, of a step's new tokens."""
+        Args:
+          ended: whether the request ended with the last accepted draft. Nothing came after it,
+            so that it was no token more than without drafts: for the choice it was refused.
+        """
         for sources in self._of(kind, drafting):
-            sources.record_look_up(found, agreed, new)
+            sources.model.record(accepted - ended, examined)
+
+    def record_look_up(self, kind: str, drafting: Drafting, *, found: int, agreed: int, new: int,
+                       ended: bool = False) -> None:
+        """What a look-up would have said, or did, of a step's new tokens.
+
+        Args:
+          ended: the same of the last one that it said.
+        """
+        for sources in self._of(kind, drafting):
+            sources.record_look_up(found, agreed - ended, new)
 
     def _of(self, kind: str, drafting: Drafting) -> list[Sources]:
         return [drafting.sources, *filter(None, (self._kinds.get(kind),))]

@@ -351,14 +351,16 @@ class Engine:
     def _learn(self, lengths: DraftLengths, drafting: Drafting, step: StepHandle, slot: int,
                output: StepOutput) -> None:
         """What a step says of one request, for the choice of later ones."""
-        label, found = step.tenants[slot].label, int(output.found[slot])
+        label, new = step.tenants[slot].label, int(output.num_tokens[slot])
+        accepted, found, agreed = (int(x[slot]) for x in (
+            output.accepted, output.found, output.agreed))
+        ended = bool(output.finish[slot])
         if not (step.kind.looks_up or (slot in step.looking_up and found > 0)):
-            lengths.record(label, drafting, accepted=int(output.accepted[slot]),
-                           examined=int(output.examined[slot]))
-        new = int(output.num_tokens[slot])
+            lengths.record(label, drafting, accepted=accepted, examined=int(output.examined[slot]),
+                           ended=ended and accepted == new)
         if self.config.ngram_drafts and new and found >= 0:
-            lengths.record_look_up(label, drafting, found=found,
-                                   agreed=int(output.agreed[slot]), new=new)
+            lengths.record_look_up(label, drafting, found=found, agreed=agreed, new=new,
+                                   ended=ended and agreed == new)
 
     def _run(self, key: tuple, *args: Any) -> Any:
         if key not in self._programs:
