@@ -11,6 +11,7 @@ from tpuspec.config import EngineConfig, Sampler
 from tpuspec.decode_state import FinishReason
 from tpuspec.draft_lengths import DraftLengths, Step
 from tpuspec.engine import Engine
+from tpuspec.kernel_choice import XLA, KernelChoice
 from tpuspec.sampling import SamplingParams
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -125,20 +126,22 @@ def test_an_end_that_was_looked_up_is_no_gain():
 class Script(DraftLengths):
     """Stretches of plain steps, of looking up, of drafting and of both, whatever is accepted."""
 
-    def __init__(self, seed: int):
-        super().__init__({0: 1.0, 4: 1.0}, {4: 1.0})
+    def __init__(self, seed: int, length: int = 4):
+        super().__init__({0: 1.0, length: 1.0}, {length: 1.0})
         self._rng = np.random.default_rng(seed)
-        self._steps = [Step(4), *[Step(4, looks_up=True)] * 6]  # over more than a window of 8
+        self._kinds_of_steps = [Step(0), Step(length), Step(length), Step(length, looks_up=True)]
+        # At first over more than a window of 8.
+        self._steps = [Step(length), *[Step(length, looks_up=True)] * 6]
         self.asked: list[Step] = []
         self.mixed = self.examined = 0
         self.refused = 0
 
     def choose(self, running, shortest=0):
         if not self._steps:
-            kinds = [Step(0), Step(4), Step(4), Step(4, looks_up=True)]
-            self._steps = [kinds[self._rng.integers(4)]] * int(self._rng.choice([1, 2, 5]))
+            kind = self._kinds_of_steps[self._rng.integers(4)]
+            self._steps = [kind] * int(self._rng.choice([1, 2, 5]))
         step = self._steps.pop(0)
-        self.asked.append(Step(4) if shortest else step)
+        self.asked.append(Step(shortest) if shortest else step)
         return self.asked[-1]
 
     def looking_up(self, running, step):
@@ -202,6 +205,23 @@ def test_coupled_ids_do_not_depend_on_where_drafts_come_from():
     for seed in range(3):
         chosen = run(scripted(target, draft, seed, config), jobs(draft_length=None), SLOTS)
         assert [result.ids for result in chosen] == [result.ids for result in plain]
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_take_looked_up_drafts_too():
+    """All of them; the draft, which is the target, reads by one kernel what was looked up."""
+    target = rand(0, **SHAPE, d_model=128, d_kv=64, num_heads=2)
+    config = dataclasses.replace(BESIDE, slots=2, max_target_length=24, draft_lengths=(0, 3))
+    wanted = [dataclasses.replace(job, max_new_tokens=16, start=0, draft_length=None)
+              for job in (jobs(sampling=GREEDY)[0], jobs(sampling=RANDOM)[2])]
+    found = []
+    for kernels in (XLA, KernelChoice(implementation="pallas", interpret=True)):
+        engine = Engine(target, target, config, vocabulary_size=48, kernels=kernels)
+        engine.compile()
+        engine._lengths = Script(0, length=3)
+        found.append([result.ids for result in run(engine, wanted)])
+        assert engine._lengths.mixed > 0 and engine._lengths.refused == 0
+    assert found[0] == found[1]
 
 
 def test_a_measured_engine_runs_by_its_own_choice():
