@@ -7,6 +7,7 @@ import pytest
 from engines import Job, engine_with, run, solo
 from programmable import count, rand
 
+from tpuspec import mesh as mesh_lib
 from tpuspec.config import EngineConfig, Sampler
 from tpuspec.decode_state import FinishReason
 from tpuspec.draft_lengths import DraftLengths, Step
@@ -234,3 +235,18 @@ def test_a_measured_engine_runs_by_its_own_choice():
     results = run(engine, jobs(sampling=GREEDY, draft_length=None), SLOTS)
     assert [result.ids for result in results] == [result.ids for result in plain]
     assert engine.compilations == before
+
+
+@pytest.mark.slow
+def test_slots_that_are_split_over_devices_look_drafts_up():
+    target, draft = TARGET, NOISY
+    config = dataclasses.replace(BESIDE, slots=4)
+    found = []
+    for mesh in (None, mesh_lib.make_mesh(2, 2)):
+        engine = Engine(target, draft, config, vocabulary_size=48, mesh=mesh)
+        engine.compile()
+        engine._lengths = Script(1)
+        results = run(engine, jobs(sampling=GREEDY, draft_length=None))
+        assert engine._lengths.mixed > 0
+        found.append([result.ids for result in results])
+    assert found[0] == found[1]

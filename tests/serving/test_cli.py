@@ -101,6 +101,13 @@ def test_platform_that_is_absent_is_refused_at_the_start():
     assert "platform must be cpu on this machine, got tpu: no TPU device files" in result.stderr
 
 
+def test_looked_up_drafts_beside_a_model_are_chosen():
+    result = run_cli("serve", "--ngram_drafts", "--target", "a", "--draft", "b")
+    assert result.returncode == 1
+    line, = result.stderr.splitlines()
+    assert line.endswith("draft_length must be auto for ngram_drafts beside a draft model, got 3")
+
+
 def test_missing_checkpoint_is_one_clear_line(tmp_path):
     result = run_cli("serve", "--target", str(tmp_path / "nothing"))
     assert result.returncode == 1
