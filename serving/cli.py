@@ -430,6 +430,9 @@ def _compile_flags(parser: argparse.ArgumentParser) -> None:
                              "not given")
     parser.add_argument("--json", action="store_true",
                         help="one JSON document; a list of them with --all")
+    parser.add_argument("--cache_dir", metavar="DIR",
+                        help="keep the programs here, as JAX_COMPILATION_CACHE_DIR of a server "
+                             "on such a host; the target must be a checkpoint")
 
 
 def _client_flags(parser: argparse.ArgumentParser) -> None:

@@ -71,16 +71,20 @@ class Programs:
         """The leaves of target and draft, placed. Flat, for launches: to flatten an
         nnx.State takes a millisecond."""
         leaves = []
-        for model, config in zip(models, self._models, strict=True):
+        for number, (model, config) in enumerate(zip(models, self._models, strict=True)):
             params = nnx.state(model)
+            fused = self._fused if number == 1 else None
             if self._mesh is not None:
                 params = mesh_lib.place(params, mesh_lib.param_shardings(
-                    params, config, self._mesh))
+                    params, config, self._mesh, whole=fused is not None))
             leaves.append(jax.tree.leaves(params))
-        if self._fused is not None and len(leaves) == 2:
-            draft, stack = leaves[1], self._fused.stack
-            is_abstract = isinstance(draft[0], jax.ShapeDtypeStruct)
-            leaves[1] = jax.eval_shape(stack, draft) if is_abstract else stack(draft)
+            if fused is not None:
+                is_abstract = isinstance(leaves[1][0], jax.ShapeDtypeStruct)
+                leaves[1] = (jax.eval_shape(fused.stack, leaves[1]) if is_abstract
+                             else fused.stack(leaves[1]))
+                if self._mesh is not None:
+                    whole = mesh_lib.replicated(self._mesh)
+                    leaves[1] = [mesh_lib.place(leaf, whole) for leaf in leaves[1]]
         return leaves
 
     def weight_names(self) -> list[list[str]]:
@@ -366,3 +370,16 @@ def warped_probabilities(logits_BTV: jax.Array, options: WarpOptions, *, vocabul
     """[B, T, vocabulary_size] as they are sampled from; NaN where logits are not sound."""
     p, _, sound = warp(logits_BTV[..., :vocabulary_size], options, vocabulary_size)
     return jnp.where(sound[..., None], p, jnp.nan)
+
+
+@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+def copies(block: jax.Array, turns: int) -> jax.Array:
+    """Reads and writes the block so many times; of no engine, for the machine's bandwidth."""
+    # The barrier: of several additions no compiler may make one.
+    return lax.fori_loop(0, turns, lambda _, x: lax.optimization_barrier(x + 1), block)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def products(matrix: jax.Array, turns: int) -> jax.Array:
+    """So many products of a square matrix; of no engine, for the machine's operations."""
+    return lax.fori_loop(0, turns, lambda _, x: x @ matrix, matrix)
