@@ -4,11 +4,10 @@
 
 For translations and `restore` (sources of tests/data/demo_prompts.txt): how often a look-up finds
 anything, α of what it finds by place in the block, and tokens for each target run with all drafts
-looked up. Then tokens a second, as ratios to plain decoding in the same engines: with drafts of
-the draft model, looked-up ones without a draft model, and both, each with draft lengths chosen
-before every step. What is compared runs in turns; ratios are medians over the rounds, of which
-the first, in which choices learn, does not count. A machine that does other things meanwhile
-shows in them.
+looked up. Then tokens a second, as ratios to plain decoding just before in the same engine: with
+drafts of the draft model, looked-up ones without a draft model, and both, each with draft lengths
+chosen before every step. Ratios are medians over the rounds, of which the first, in which choices
+learn, does not count. A machine that does other things meanwhile shows in them.
 """
 
 import argparse
@@ -100,8 +99,8 @@ def measure(count: int, rounds: int, slots: int) -> dict[str, Any]:
         seen = decode(engines["looked up"], rows, LADDER[-1], "")
         rates: dict[str, list[float]] = {}
         for _ in range(1 + rounds):
-            plain = decode(engines["looked up"], rows, PLAIN, kind)
             for name, engine in engines.items():
+                plain = decode(engine, rows, PLAIN, kind)
                 chosen = decode(engine, rows, CHOSEN, kind)
                 rates.setdefault(name, []).append(
                     chosen.tokens / chosen.seconds / (plain.tokens / plain.seconds))
