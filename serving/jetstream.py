@@ -44,7 +44,7 @@ class OrchestratorServicer(jetstream_pb2_grpc.OrchestratorServicer):
         has_text = request.HasField("text_content")
         message = self._request(request, context)
         try:
-            responses = self._front.responses(message, context.time_remaining())
+            responses = self._front.responses(message, context.time_remaining(), context)
             async with contextlib.aclosing(responses):
                 async for response in responses:
                     yield to_response(response, has_text=has_text)

@@ -170,7 +170,7 @@ class InferenceServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def _responses(self, asked: Asked, context: grpc.aio.ServicerContext,
                          ) -> AsyncGenerator[pb.GenerateResponse]:
         timeouts = [t for t in (context.time_remaining(), asked.timeout) if t is not None]
-        responses = self._front.responses(asked.message, min(timeouts, default=None))
+        responses = self._front.responses(asked.message, min(timeouts, default=None), context)
         try:
             async with contextlib.aclosing(responses):
                 async for response in responses:

@@ -174,13 +174,13 @@ def test_batch_larger_than_the_queue_waits_for_its_turn():
 
 
 @contextlib.contextmanager
-def serving(pair):
+def serving(pair, *flags):
     """A server process on a pair; its address, the one of its metrics, and the process."""
     process = subprocess.Popen(
         [sys.executable, "-c", "from tpuspec.serving.cli import main; main()", "serve",
          "--target", pair / "target", "--draft", pair / "draft", "--port", "0",
          "--slots", "2", "--source_buckets", "16", "--max_target_length", "32",
-         "--draft_lengths", "0,2", "--draft_length", "auto", "--metrics_port", "0"],
+         "--draft_lengths", "0,2", "--draft_length", "auto", "--metrics_port", "0", *flags],
         stderr=subprocess.PIPE, text=True)
     try:
         said = []
@@ -199,8 +199,26 @@ def serving(pair):
         process.wait()
 
 
-def test_serve_loads_compiles_streams_and_drains(tiny_pair):
-    with serving(tiny_pair) as (address, metrics, process):
+def trace_of_steps(client, address, output) -> set[str]:
+    """Takes a trace in which the parts of a step have names; texts that were streamed meanwhile."""
+    profile = subprocess.Popen(
+        [sys.executable, "-c", "from tpuspec.serving.cli import main; main()", "profile",
+         "--server", address, "--seconds", "1", "--output", output, "--json"],
+        stdout=subprocess.PIPE, text=True)
+    texts = set()
+    while profile.poll() is None:
+        texts.add("".join(response.text for response in client.generate(
+            "one two", max_new_tokens=32, ignore_eos=True, draft_length=2)))
+    with profile.stdout as stdout:
+        files = [pathlib.Path(name) for name in json.load(stdout)["files"]]
+    trace, = (file.read_bytes() for file in files if file.name.endswith(".xplane.pb"))
+    for scope in (b"draft", b"verify", b"accept", b"commit"):
+        assert b"/" + scope + b"/" in trace, scope
+    return texts
+
+
+def test_serve_loads_compiles_streams_traces_and_drains(tiny_pair, tmp_path):
+    with serving(tiny_pair, "--profile_dir", tmp_path / "there") as (address, metrics, process):
         with BlockingClient(address) as client:
             model = client.get_model()
             assert model.platform == "cpu" and json.loads(model.target_config_json)
@@ -216,6 +234,8 @@ def test_serve_loads_compiles_streams_and_drains(tiny_pair):
             assert client.get_model().load.compilations == warm
             with urllib.request.urlopen(metrics) as reply:
                 assert b"tpuspec_generated_tokens_total{label=\"\"} 128.0" in reply.read()
+            assert trace_of_steps(client, address, tmp_path / "here") == texts
+            assert client.get_model().load.compilations == warm
         process.send_signal(signal.SIGTERM)
         assert process.wait(25) == 0  # at once: nothing runs that the 30 s of grace are for
 

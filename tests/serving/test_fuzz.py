@@ -18,7 +18,8 @@ from tpuspec.protos import open_inference_pb2 as oip
 from tpuspec.serving.client import error_details
 
 CLEAR = {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND,
-         grpc.StatusCode.DEADLINE_EXCEEDED}
+         grpc.StatusCode.DEADLINE_EXCEEDED,
+         grpc.StatusCode.FAILED_PRECONDITION}  # a trace of a server that takes none
 AT_ONCE = 8
 GROWTH = 1.03
 
