@@ -102,6 +102,8 @@ def make_parser() -> argparse.ArgumentParser:
             ("measure", "measure alpha, or what it takes, on this machine", _measure_flags),
             ("verify", "test that a pair samples exactly what its target would, on this machine",
              _verify_flags),
+            ("report", "one page with figures, of what measure, verify and demo said as JSON",
+             _report_flags),
             ("plan", "what a pair should gain by Eq. (5), by draft length", _plan_flags),
             ("compile", "compile the programs of a pair for a TPU that need not be there: "
              "memory, estimated times, what to expect", _compile_flags)):
@@ -398,6 +400,14 @@ def _verify_flags(parser: argparse.ArgumentParser) -> None:
                              "bias")
 
 
+def _report_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("document", nargs="+", metavar="FILE.json",
+                        help="what measure alpha, measure speedup, measure cost, verify or demo "
+                             "printed with --json; at most one of each, known by its keys")
+    parser.add_argument("--output", required=True, metavar="FILE.html",
+                        help="the page; it needs no other file and no network")
+
+
 def _prompt_flags(parser: argparse.ArgumentParser) -> None:
     _source_flags(parser)
     parser.add_argument("--temperatures", type=_numbers(0.0), default=(0.0, 1.0),
@@ -433,6 +443,9 @@ def _compile_flags(parser: argparse.ArgumentParser) -> None:
                              "not given")
     parser.add_argument("--json", action="store_true",
                         help="one JSON document; a list of them with --all")
+    parser.add_argument("--cache_dir", metavar="DIR",
+                        help="keep the programs here, as JAX_COMPILATION_CACHE_DIR of a server "
+                             "on such a host; the target must be a checkpoint")
 
 
 def _client_flags(parser: argparse.ArgumentParser) -> None:

@@ -27,6 +27,13 @@ class Run:
         return "".join(response.text for response in self.responses)
 
     @property
+    def tokens(self) -> list[dict[str, Any]]:
+        """Each with its id, the text that it completed and where it comes from."""
+        return [{"id": token.id, "text": token.text,
+                 "origin": pb.Origin.Name(token.origin).removeprefix("ORIGIN_").lower()}
+                for response in self.responses for token in response.tokens]
+
+    @property
     def speculation(self) -> pb.Speculation:
         return self.responses[-1].speculation
 
@@ -87,7 +94,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "samples": [{"source": source, "text": run.text}
+            "samples": [{"source": source, "text": run.text, "tokens": run.tokens}
                         for source, run in zip(self.sources, self.shown, strict=True)],
             "alpha": self.stats.alpha,
             "draft_acceptance_rate": self.stats.draft_acceptance_rate,

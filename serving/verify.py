@@ -16,7 +16,7 @@ from tpuspec import exactness, significance
 from tpuspec.config import EngineConfig
 from tpuspec.conversion_check import TOLERANCES
 from tpuspec.engine import Engine
-from tpuspec.exactness import Ids
+from tpuspec.exactness import Frequencies, Ids
 from tpuspec.overlaps import Logits, ModelLogits, Output
 from tpuspec.sampling import SamplingParams
 from tpuspec.serving import models, prompts
@@ -76,13 +76,14 @@ def verify(args: argparse.Namespace) -> dict[str, Any]:
         greedy = {length: _greedy(engine, sources, length, eos_id)
                   for length in (0, args.draft_length)}
         size = engine.vocabulary_size
+        vocabulary = served.vocabulary
         del served, engine, door  # before the models come again, for reading
         target, (draft,) = models.load_models(pair.target, [pair.draft], dtype=args.dtype,
                                               mesh_shape=args.mesh)
         dtype = str(target.model.embedding[...].dtype)
         readers = (ModelLogits(target.model), ModelLogits(draft.model))
-        outcomes = judge(samples, *readers, vocabulary_size=size, eos_id=eos_id,
-                         rounding=_ROUNDING[dtype])
+        outcomes, frequencies = judge(samples, *readers, vocabulary_size=size,
+                                      eos_id=eos_id, rounding=_ROUNDING[dtype])
         identity = compare_greedy(sources, greedy[0], greedy[args.draft_length], readers[0],
                                   vocabulary_size=size, tolerance=TOLERANCES[dtype])
         tests = tests_of(outcomes)
@@ -90,7 +91,14 @@ def verify(args: argparse.Namespace) -> dict[str, Any]:
             "target": pair.target.resolve().name, "draft": pair.draft.resolve().name,
             "dtype": args.dtype or dtype, "gamma": args.draft_length, "samples": args.samples,
             "sources": len(samples), "family_level": FAMILY_LEVEL, "power": significance.POWER,
-            "passed": passed(tests, identity), "greedy": identity, "tests": tests}
+            "passed": passed(tests, identity), "greedy": identity, "tests": tests,
+            "frequencies": [
+                {"source": source, "position": at, "outputs": args.samples, "ids": [
+                    {"id": token, "target": p, "draft": q, "count": count, "text": None
+                     if token is None or vocabulary is None else vocabulary.decode([token])}
+                    for token, (p, q, count) in of.items()]}
+                for source, positions in enumerate(frequencies)
+                for at, of in enumerate(positions)]}
 
 
 def _sample(engine: Engine, sources: Sequence[Ids], count: int, draft_length: int, eos_id: int,
@@ -117,21 +125,27 @@ def _greedy(engine: Engine, sources: Sequence[Ids], draft_length: int, eos_id: i
 
 
 def judge(samples: Sequence[Samples], target: Logits, draft: Logits, *, vocabulary_size: int,
-          eos_id: int, rounding: float) -> list[Outcome]:
-    """All tests of sampled outputs; ``rounding`` is of a probability."""
+          eos_id: int, rounding: float) -> tuple[list[Outcome], list[list[Frequencies]]]:
+    """All tests of sampled outputs, and by source and position what the first ones counted.
+
+    Args:
+      rounding: of a probability.
+    """
     outcomes: list[Outcome] = []
+    counted: list[list[Frequencies]] = []
     for number, one in enumerate(samples):
         where = f"source {number}"
         exact, of_draft = (exactness.enumerate_outputs(
             reader, one.source, length=_LENGTH, sampling=_FEW, eos_id=eos_id,
             vocabulary_size=vocabulary_size) for reader in (target, draft))
         outcomes += exactness.against_exact(one.few, exact, of_draft, length=_LENGTH, where=where)
+        counted.append(exactness.frequencies(one.few, exact, of_draft, length=_LENGTH))
         outcomes += exactness.against_plain(one.whole, one.plain, length=_LENGTH, where=where)
     outputs = [Output(source=one.source, tokens=ids, block=number)
                for number, one in enumerate(samples) for ids in one.whole]
     outcomes.append(exactness.drift(target, draft, outputs, _WHOLE, vocabulary_size,
                                     rounding=rounding, where="all sources"))
-    return outcomes
+    return outcomes, counted
 
 
 def compare_greedy(sources: Sequence[Ids], plain: Sequence[Ids], speculative: Sequence[Ids],

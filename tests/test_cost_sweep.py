@@ -4,7 +4,7 @@ import jax
 import pytest
 from programmable import rand
 
-from tpuspec import cost_sweep
+from tpuspec import cost_sweep, engine
 from tpuspec.checkpoint import named_parameters
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -17,6 +17,9 @@ def test_figures_of_a_sweep(monkeypatch):
     def timed(runs, repeats):
         for name, run in runs.items():
             jax.block_until_ready(run())
+            compiled = engine._backend_compiles
+            jax.block_until_ready(run())
+            assert engine._backend_compiles == compiled, name  # it would count as time
             ran.append(name)
         return {("pass", "target", 1): 16.0, ("pass", "target", 2): 20.0,
                 ("pass", "draft", 1): 2.0, ("copy",): 400.0, ("product",): 8.0}

@@ -33,8 +33,9 @@ def outputs(target, draft, mesh):
     return [r.ids for r in results], results[1].logprobs, engine
 
 
-@pytest.mark.parametrize(("data", "model"), [
-    (2, 2), pytest.param(1, 4, marks=pytest.mark.slow)])
+# By default with a sharded draft only over two processes, in test_multihost.
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "model"), [(2, 2), (1, 4)])
 def test_ids_do_not_depend_on_how_the_model_is_sharded(data, model):
     target = rand(0, vocab=48)
     draft = rand(0, vocab=48, noise=0.05)

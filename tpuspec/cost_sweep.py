@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 
 from tpuspec.config import EngineConfig, check_range
@@ -13,7 +12,7 @@ from tpuspec.kernel_choice import KernelChoice
 from tpuspec.measurement import time_interleaved
 from tpuspec.memory import bytes_on_device, passes_that_read
 from tpuspec.pass_timing import PASSES
-from tpuspec.programs import Key, Programs
+from tpuspec.programs import Key, Programs, copies, products
 from tpuspec.t5 import T5
 
 COPY_BYTES = 2**28  # read, and written
@@ -105,14 +104,14 @@ def sweep(target: T5, draft: T5 | None, *, slots: int, widths: Sequence[int],
 
     def copy() -> object:
         nonlocal block
-        block = lax.fori_loop(0, _TURNS, lambda _, x: x + 1, block)
+        block = copies(block, _TURNS)
         return block
 
     size = PRODUCT_SIZES.get(jax.default_backend(), _LARGE)
     matrix = jnp.full((size, size), 1 / size, target.embedding[...].dtype)
 
     def product() -> object:
-        return lax.fori_loop(0, _TURNS, lambda _, x: x @ matrix, matrix)
+        return products(matrix, _TURNS)
 
     times = time_interleaved({**{key: timed(key) for key in keys}, ("copy",): copy,
                               ("product",): product}, _REPEATS)

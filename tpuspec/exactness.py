@@ -27,6 +27,7 @@ from tpuspec.sampling import SamplingParams, SlotSampling
 from tpuspec.significance import Outcome
 
 Ids = tuple[int, ...]
+Frequencies = dict[int | None, tuple[float, float, int]]
 _ROWS = 16  # prefixes read at once
 _ENDED = -1  # the cell of outputs that ended before a position
 
@@ -132,6 +133,20 @@ def against_exact(outputs: Sequence[Ids], target: Mapping[Ids, float], draft: Ma
     return [significance.against_exact(
         f"{view.kind}, exact", f"{where}, {view}", view.group(counts), view.group(target),
         view.group(draft)) for view in views(length)]
+
+
+def frequencies(outputs: Sequence[Ids], target: Mapping[Ids, float], draft: Mapping[Ids, float],
+                *, length: int) -> list[Frequencies]:
+    """Of each position: by id (None where an output had ended), the probability under the
+    target, that of outputs of the draft alone, and how often it came; likeliest first."""
+    counts = collections.Counter(outputs)
+    found: list[Frequencies] = []
+    for view in views(length)[:length]:
+        p, q, seen = view.group(target), view.group(draft), view.group(counts)
+        cells = sorted({**p, **q, **seen}, key=lambda cell: (-p.get(cell, 0.0), cell))
+        found.append({None if cell == (_ENDED,) else cell[0]:
+                      (p.get(cell, 0.0), q.get(cell, 0.0), seen.get(cell, 0)) for cell in cells})
+    return found
 
 
 def against_plain(outputs: Sequence[Ids], plain: Sequence[Ids], *, length: int, where: str,

@@ -331,3 +331,16 @@ def warped_probabilities(logits_BTV: jax.Array, options: WarpOptions, *, vocabul
     """[B, T, vocabulary_size] as they are sampled from; NaN where logits are not sound."""
     p, _, sound = warp(logits_BTV[..., :vocabulary_size], options, vocabulary_size)
     return jnp.where(sound[..., None], p, jnp.nan)
+
+
+@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+def copies(block: jax.Array, turns: int) -> jax.Array:
+    """Reads and writes the block so many times; of no engine, for the machine's bandwidth."""
+    # The barrier: of several additions no compiler may make one.
+    return lax.fori_loop(0, turns, lambda _, x: lax.optimization_barrier(x + 1), block)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def products(matrix: jax.Array, turns: int) -> jax.Array:
+    """So many products of a square matrix; of no engine, for the machine's operations."""
+    return lax.fori_loop(0, turns, lambda _, x: x @ matrix, matrix)

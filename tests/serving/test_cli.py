@@ -22,7 +22,8 @@ from tpuspec.serving.client import OPTIONS, BlockingClient, make_request
 
 @pytest.mark.parametrize("args", [["--help"], ["serve", "--help"], ["generate", "--help"],
                                   ["demo", "--help"], ["plan", "--help"], ["convert", "--help"],
-                                  ["inspect", "--help"], ["batch", "--help"], ["bench", "--help"]])
+                                  ["inspect", "--help"], ["batch", "--help"], ["bench", "--help"],
+                                  ["report", "--help"]])
 def test_help_is_instant_and_imports_no_jax(args):
     code = ("import sys; from tpuspec.serving.cli import main\n"
             "try: main()\n"

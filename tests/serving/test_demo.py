@@ -8,7 +8,7 @@ from harness import on_server
 
 from tpuspec import theory
 from tpuspec.protos import generation_pb2 as pb
-from tpuspec.serving import demo
+from tpuspec.serving import demo, report_documents
 from tpuspec.serving.cli import make_parser
 from tpuspec.serving.demo_report import Report, Run
 
@@ -32,7 +32,13 @@ def test_numbers_are_those_of_the_runs():
     report = measured(FakeEngine(accepts=1, step_seconds=0.002))
     document = report.to_json()
     assert list(document) == KEYS
-    assert [list(sample) for sample in document["samples"]] == [["source", "text"]] * 2
+    assert [list(sample) for sample in document["samples"]] == [
+        ["source", "text", "tokens"]] * 2
+    sample = document["samples"][0]
+    assert "".join(token["text"] for token in sample["tokens"]) == sample["text"]
+    # One draft of three is accepted, then the target corrects.
+    assert [token["origin"] for token in sample["tokens"][:4]] == [
+        "accepted_draft", "correction"] * 2
     assert document["samples"][0]["text"].startswith("one two three ")
     assert document["alpha"] == 0.5 and document["c"] == 0.25 and document["gamma"] == 3
     assert document["draft_acceptance_rate"] == pytest.approx(1 / 3, abs=0.02)
@@ -92,6 +98,7 @@ def test_command_prints_one_document(monkeypatch, capsys, fake_models):
     monkeypatch.setattr(demo, "_MEASURE_SECONDS", 0.0)
     assert demo.run(make_parser().parse_args(["demo", "--json", "--draft_length", "7"])) == 0
     document = json.loads(capsys.readouterr().out)
+    assert report_documents.check(document) == "demo"
     assert list(document) == KEYS and document["gamma"] == 7
     assert len(document["samples"]) == len(demo.SOURCES)
 

@@ -10,7 +10,14 @@ from fake_engine import COST, FakeEngine, FakeVocabulary
 from tpuspec import checkpoint, cost_sweep, theory
 from tpuspec.cost_sweep import CostSweep, PassCost
 from tpuspec.measurement import SpeculationStats
-from tpuspec.serving import measure, measure_alpha, measure_cost, measure_speedup, models
+from tpuspec.serving import (
+    measure,
+    measure_alpha,
+    measure_cost,
+    measure_speedup,
+    models,
+    report_documents,
+)
 from tpuspec.serving.cli import make_parser
 from tpuspec.serving.service import ModelInfo
 
@@ -37,6 +44,7 @@ def test_alpha_of_models_and_tables(tiny_pair, sources):
                      flag for name in ("bigram", "unigram", "ngram", "uniform")
                      for flag in ("--draft", name)))
     document = measure_alpha.measure(args)
+    assert report_documents.check(document) == "measure alpha"
     assert document["target"] == "target" and document["dtype"] == "float32"
     assert document["impossible_tokens"] == 0
     rows = {(row["temperature"], row["draft"]): row for row in document["rows"]}
@@ -107,6 +115,7 @@ def test_speedup_of_a_hand_computable_engine(fake_models, monkeypatch, tmp_path,
         "measure", "speedup", "--input", str(path), "--draft_lengths", "3,1", "--repeats", "3",
         "--temperatures", "0", "--max_new_tokens", "64"])
     document = measure_speedup.measure(args)
+    assert report_documents.check(document) == "measure speedup"
     assert (document["prompts"], document["repeats"], document["target"]) == (2, 3, "target")
     # Every prompt with every length, and once more to warm up.
     assert engines[0].steps >= 4 * (22 + 32 + 2 * (11 + 16))
@@ -173,6 +182,7 @@ def test_cost_of_a_batch(tiny_pair, monkeypatch, capsys):
         str(tiny_pair / "draft"), "--slots", "1,4", "--widths", "1,2,8", "--json"])
     assert measure.run(args) == 0
     document = json.loads(capsys.readouterr().out)
+    assert report_documents.check(document) == "measure cost"
     assert [batch["slots"] for batch in document["batches"]] == [1, 4]
     batch = document["batches"][1]
     assert batch["c"] == 0.25 and [one["width"] for one in batch["target"]] == [1, 2, 8]

@@ -81,7 +81,9 @@ def test_once_as_json_and_what_is_refused():
 def test_live_view_goes_on_until_it_is_interrupted():
     async def body(it):
         live = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", "from tpuspec.serving.cli import main; main()", "top",
+            # Who starts the tests in the background may have SIGINT ignored, and so children.
+            sys.executable, "-c", "import signal; from tpuspec.serving.cli import main; "
+            "signal.signal(signal.SIGINT, signal.default_int_handler); main()", "top",
             "--server", it.address, "--interval", "0.2", stdout=subprocess.PIPE,
             stderr=subprocess.PIPE)
         lines = [(await live.stdout.readline()).decode() for _ in range(13)]

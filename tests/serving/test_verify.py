@@ -1,5 +1,7 @@
 """The tests behind ``tpuspec verify``: a sound engine passes them, broken ones do not."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ from tpuspec.engine import Engine
 from tpuspec.kernel_choice import KernelChoice
 from tpuspec.overlaps import ModelLogits, Output
 from tpuspec.sampling import SamplingParams
-from tpuspec.serving import verify
+from tpuspec.serving import report_documents, verify
 from tpuspec.serving.cli import make_parser
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -33,8 +35,8 @@ P, Q = random_chain(1), random_chain(2)
 def verdict(engine: Engine, count: int) -> tuple[bool, list[dict]]:
     """Of everything but the greedy comparison."""
     samples = verify._sample(engine, [(5, 1)], count, 4, eos_id=1)
-    outcomes = verify.judge(samples, ModelLogits(chain(P)), ModelLogits(chain(Q)),
-                            vocabulary_size=V, eos_id=1, rounding=3e-6)
+    outcomes, _ = verify.judge(samples, ModelLogits(chain(P)), ModelLogits(chain(Q)),
+                               vocabulary_size=V, eos_id=1, rounding=3e-6)
     tests = verify.tests_of(outcomes)
     return verify.passed(tests, {"differences": []}), tests
 
@@ -123,6 +125,15 @@ def test_an_output_that_the_target_cannot_give_fails():
     assert found.p_value == 0.0
 
 
+def test_frequencies_of_positions_by_hand():
+    """Outputs of two places over the ids 5, 6 and the end, 1."""
+    target, draft = {(5, 5): 0.3, (5, 1): 0.5, (1,): 0.2}, {(6, 5): 1.0}
+    first, second = exactness.frequencies([(5, 1)] * 3 + [(1,)], target, draft, length=2)
+    assert first == {5: (pytest.approx(0.8), 0.0, 3), 1: (0.2, 0.0, 1), 6: (0.0, 1.0, 0)}
+    assert list(first) == [5, 1, 6]
+    assert second == {1: (0.5, 0.0, 3), 5: (0.3, 1.0, 0), None: (0.2, 0.0, 1)}
+
+
 def test_greedy_outputs_that_differ_are_named_with_their_margin():
     target = ModelLogits(fixed({5: 0.5, 6: 0.5 - 1e-7, 7: 1e-7}, V))
     clear = ModelLogits(fixed({5: 0.7, 6: 0.3}, V))
@@ -145,11 +156,18 @@ def test_the_command_passes_a_sound_pair(tiny_pair, tmp_path, capsys):
     source.write_text('{"text": "one two"}\n')
     args = make_parser().parse_args([
         "verify", "--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft"),
-        "--input", str(source), "--samples", "100"])
+        "--input", str(source), "--samples", "100", "--json"])
     assert verify.run(args) == 0
-    printed = capsys.readouterr().out
+    document = json.loads(capsys.readouterr().out)
+    printed = verify._text(document)
+    assert report_documents.check(document) == "verify"
     assert "Exact, as far as this sees." in printed and "1 of 1 outputs" in printed
     assert args.dtype == "float32"
+    assert [one["position"] for one in document["frequencies"]] == [0, 1, 2, 3]
+    for one in document["frequencies"]:
+        assert sum(token["count"] for token in one["ids"]) == one["outputs"] == 100
+        assert sum(token["target"] for token in one["ids"]) == pytest.approx(1.0)
+    assert all(isinstance(token["text"], str) for token in document["frequencies"][0]["ids"])
     args.draft = None
     with pytest.raises(ValueError, match="verify needs a draft"):
         verify.run(args)
