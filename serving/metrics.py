@@ -4,11 +4,12 @@ The four counters that vLLM exports of speculative decoding have its names and m
 so that dashboards and benchmarks made for it read this server; the others are our own.
 """
 
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 
 from tpuspec.measurement import SpeculationStats
 from tpuspec.serving import messages
@@ -66,6 +67,7 @@ class Metrics:
             server, _ = start_http_server(port, host, self.registry)
         except OSError as error:
             raise OSError(f"cannot listen on {host}:{port} for metrics: {error}") from None
+        server.set_app(_whatever_is_accepted(server.get_app()))
         return int(server.server_port)
 
     def observe(self, request: Request, chunk: TokenChunk) -> None:
@@ -156,3 +158,16 @@ class Metrics:
             yield GaugeMetricFamily(f"tpuspec_{what}", text, value=value)
         yield CounterMetricFamily("tpuspec_compilations", "XLA compilations of this process; "
                                   "constant once it serves.", value=engine.compilations)
+
+
+def _whatever_is_accepted(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    """An application that answers ``Accept`` headers in which a version is no number, too: in
+    the plain format, as where nothing is asked for."""
+    def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        try:
+            choose_encoder(environ.get("HTTP_ACCEPT", ""))
+        except (TypeError, ValueError):
+            environ = environ | {"HTTP_ACCEPT": ""}
+        return app(environ, start_response)
+
+    return answer

@@ -140,3 +140,24 @@ def test_served_over_http_on_a_port_of_its_own():
                 it.server.metrics.serve("localhost", number)
 
     on_server(body)
+
+
+@pytest.mark.parametrize("accept, kind", [
+    ("application/openmetrics-text; version=1.0.0", "application/openmetrics-text"),
+    ("application/openmetrics-text; version=one", "text/plain"),
+    ("text/plain; version=x; q=nonsense, */*", "text/plain"), (";;=,=;", "text/plain"),
+    ("text/plain;version=", "text/plain"), ("a" * 5000, "text/plain")])
+def test_malformed_accept_header_is_answered_in_the_plain_format(accept, kind):
+    async def body(it):
+        port = it.server.metrics.serve("localhost", 0)
+
+        def read() -> tuple[str, str]:
+            request = urllib.request.Request(f"http://localhost:{port}/metrics",
+                                             headers={"Accept": accept})
+            with urllib.request.urlopen(request) as reply:
+                return reply.headers["Content-Type"], reply.read().decode()
+
+        found, text = await asyncio.to_thread(read)
+        assert found.startswith(kind) and "tpuspec_slots 2.0" in text
+
+    on_server(body)
