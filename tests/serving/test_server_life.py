@@ -10,13 +10,17 @@ import grpc
 import pytest
 from fake_engine import FakeEngine, FakeVocabulary
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from harness import Answer, health, on_server, status_of
+from harness import Answer, health, on_server, resident, status_of
 
 from tpuspec.serving import server
 from tpuspec.serving.channel import MAX_MESSAGE_BYTES
 from tpuspec.serving.client import BlockingClient, Client, error_details, make_request
+from tpuspec.serving.engine_loop import EngineLoop
+from tpuspec.serving.errors import RequestError
 from tpuspec.serving.server import Server
 from tpuspec.serving.service import ModelInfo
+from tpuspec.serving.token_stream import TokenStream
+from tpuspec.serving.validation import Door
 
 SERVICE = "tpuspec.v1.Generation"
 MANY_STREAMS = """
@@ -62,23 +66,84 @@ def test_client_that_goes_away_frees_its_slot_and_disturbs_nobody():
     on_server(body, FakeEngine(step_seconds=0.002))
 
 
-def test_slot_of_a_cancelled_request_is_free_within_one_step():
+class CancelledInside(FakeEngine):
+    """Has its first request cancelled at the worst moments, and notes who is in which step."""
+
+    def __init__(self, when: str):
+        super().__init__()
+        self.when, self.cancel = when, lambda: None
+        self.sources: list[set[tuple[int, ...]]] = []
+        self.mark: int | None = None  # steps that were launched when it was cancelled
+
+    def insert(self, slot, source, **options):
+        super().insert(slot, source, **options)
+        self._now("insert")
+
+    def step(self):
+        if len(self.sources) == 3:
+            self._now("launch")
+        self.sources.append({row.source for row in self.rows.values()})
+        handle = super().step()
+        if len(self.sources) == 4:
+            read, handle.read = handle.read, lambda: (self._now("read"), read())[1]
+        return handle
+
+    def _now(self, when):
+        if when == self.when and self.mark is None:
+            self.mark = len(self.sources)
+            self.cancel()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("when", ["insert", "launch", "read"])
+def test_cancelled_request_is_in_one_more_step_at_the_most(when, overlap):
+    async def main():
+        engine = CancelledInside(when)
+        loop = EngineLoop(engine, None, queue_limit=2, overlap=overlap)
+        door = Door(engine.config, vocabulary_size=engine.vocabulary_size, eos_id=1,
+                    vocabulary=None)
+        streams = [TokenStream() for _ in range(3)]
+        tickets = [loop.submit(door.check(make_request([10 * n], draft_length=0)), stream)
+                   for n, stream in enumerate(streams, 1)]
+        engine.cancel = lambda: loop.cancel(tickets[0])
+        loop.start()
+        with pytest.raises(RequestError, match="cancelled"):
+            async for _ in streams[0]:
+                pass
+        for n, stream in enumerate(streams[1:], 2):  # the third took its place
+            ids = [token.id async for chunk in stream for token in chunk.tokens]
+            assert ids == [*range(10 * n + 1, 10 * n + 101)]
+        assert await asyncio.to_thread(loop.stop, 5.0)
+        assert any((10, 1) in sources for sources in engine.sources)
+        later = engine.sources[engine.mark:]
+        assert sum((10, 1) in sources for sources in later) <= 1
+        # With the step in flight these are two; the next one has the slot's next tenant.
+        assert all((30, 1) in sources for sources in later[1:90])
+
+    asyncio.run(main())
+
+
+def test_slot_of_a_client_that_cancels_is_free_within_two_steps():
     async def body(it):
         streams = [it.client.generate(make_request(**ENDLESS)) for _ in range(2)]
         for stream in streams:
             await anext(stream)
         await streams[0].aclose()
         began = it.engine.steps
-        answer = await it.answer([50, 0])
-        # One step in flight, one launched before the cancel arrived, one with the answer.
-        assert answer.ids == [1] and it.engine.steps - began <= 5
+        while len(it.engine.rows) == 2:
+            await asyncio.sleep(0.005)
+        assert it.engine.steps - began <= 2
+        assert (await it.answer([50, 0])).ids == [1]
         await streams[1].aclose()
 
-    on_server(body, FakeEngine(step_seconds=0.1))
+    on_server(body, FakeEngine(step_seconds=0.25))
 
 
-def kill_clients(rounds: int) -> None:
-    """Each time a process with 30 streams, of which two run and the others wait."""
+def kill_clients(rounds: int) -> list[int]:
+    """Each time a process with 30 streams, of which two run and the others wait; memory after
+    each."""
+    memory = []
+
     async def body(it):
         for number in range(1, rounds + 1):
             child = await asyncio.create_subprocess_exec(
@@ -89,13 +154,16 @@ def kill_clients(rounds: int) -> None:
             began = it.engine.steps
             child.kill()
             load = await it.until_idle()
-            # The step in flight, and one that was launched before the connection broke.
-            assert it.engine.steps - began <= 4
+            # One that was launched before the connection broke, and what a busy machine takes
+            # until it knows.
+            assert it.engine.steps - began <= 2
             assert load.cancelled == 30 * number and load.finished == 0
             await child.wait()
+            memory.append(resident())
         assert (await it.answer([10, 3])).ids == [11, 12, 13, 1]
 
-    on_server(body, FakeEngine(step_seconds=0.1))
+    on_server(body, FakeEngine(step_seconds=0.25))
+    return memory
 
 
 def test_killed_client_process_frees_its_slots_and_places():
@@ -103,8 +171,11 @@ def test_killed_client_process_frees_its_slots_and_places():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_three_hundred_killed_streams():
-    kill_clients(10)
+    memory = kill_clients(10)
+    print(memory)
+    assert memory[-1] < 1.05 * memory[1], memory
 
 
 def test_reader_that_never_reads_holds_no_slot():
