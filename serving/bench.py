@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     document = asyncio.run(measure(args))
     print(json.dumps(document, indent=1) if args.json else _table(document))
     if plot is not None:
-        plot.write_text(bench_plot.svg(document))
+        plot.write_text(bench_plot.page(document), encoding="utf-8")
     failed = {code for row in document["rows"] for code in row["statuses"]}
     return int(bool(failed - {"OK", "RESOURCE_EXHAUSTED"}))
 

@@ -252,8 +252,9 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token_ms", type=_number(0.0),
                         help="goodput: the later ones must, on average")
     parser.add_argument("--seed", type=_integer(0), default=0, help="of the times")
-    parser.add_argument("--plot", metavar="FILE.svg", help="draw throughput, times to the first "
-                        "token and times per token by rate, too")
+    parser.add_argument("--plot", metavar="FILE.html",
+                        help="draw throughput, goodput, times and speed-up by rate, too: a page "
+                             "that needs no other file")
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
 
