@@ -61,7 +61,7 @@ class Spans:
         span.end()
 
     def close(self) -> None:
-        """Sends what is left; may take seconds where the collector does not answer."""
+        """Sends what is left; takes about 10 s where the collector does not answer."""
         self._provider.shutdown()
 
 
@@ -73,9 +73,12 @@ def from_environment() -> Spans | None:
     """
     environment = os.environ
     endpoint = next((name for name in _ENDPOINTS if environment.get(name)), None)
-    if (endpoint is None or environment.get("OTEL_SDK_DISABLED", "").lower() == "true"
-            or environment.get("OTEL_TRACES_EXPORTER", "otlp") == "none"):
+    exporter = environment.get("OTEL_TRACES_EXPORTER") or "otlp"
+    if (endpoint is None or exporter == "none"
+            or environment.get("OTEL_SDK_DISABLED", "").lower() == "true"):
         return None
+    if exporter != "otlp":
+        raise ValueError(f"OTEL_TRACES_EXPORTER must be otlp or none, got {exporter}")
     protocol = next((environment[name] for name in _PROTOCOLS if environment.get(name)), "grpc")
     if protocol != "grpc":
         raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL must be grpc, got {protocol}")

@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 
+import grpc
 import pytest
 from harness import on_server, run_cli
 
@@ -23,7 +25,7 @@ from tpuspec.serving.client import OPTIONS, BlockingClient, make_request
 @pytest.mark.parametrize("args", [["--help"], ["serve", "--help"], ["generate", "--help"],
                                   ["demo", "--help"], ["plan", "--help"], ["convert", "--help"],
                                   ["inspect", "--help"], ["batch", "--help"], ["bench", "--help"],
-                                  ["report", "--help"]])
+                                  ["report", "--help"], ["profile", "--help"]])
 def test_help_is_instant_and_imports_no_jax(args):
     code = ("import sys; from tpuspec.serving.cli import main\n"
             "try: main()\n"
@@ -239,6 +241,46 @@ def test_serve_loads_compiles_streams_traces_and_drains(tiny_pair, tmp_path):
             assert client.get_model().load.compilations == warm
         process.send_signal(signal.SIGTERM)
         assert process.wait(25) == 0  # at once: nothing runs that the 30 s of grace are for
+
+
+@pytest.mark.slow
+def test_server_killed_under_load_serves_the_same_again_after_its_warm_up(tiny_pair):
+    """Everything that a client sees: UNAVAILABLE, a port that opens again, the same ids."""
+    asked = dict(temperature=1.0, seed=7, max_new_tokens=32, ignore_eos=True, draft_length=2)
+    statuses = []
+
+    def load(address):
+        with BlockingClient(address) as client:
+            try:
+                while True:
+                    list(client.generate("one two three", max_new_tokens=32, ignore_eos=True))
+            except grpc.RpcError as error:
+                statuses.append(error.code())
+
+    def ids(address):
+        with BlockingClient(address) as client:
+            return [t.id for response in client.generate("one two", **asked)
+                    for t in response.tokens]
+
+    began = time.monotonic()
+    with serving(tiny_pair) as (address, _, process):
+        first = time.monotonic() - began
+        expected = ids(address)
+        clients = [threading.Thread(target=load, args=(address,)) for _ in range(8)]
+        for client in clients:
+            client.start()
+        time.sleep(3.0)
+        process.kill()
+        for client in clients:
+            client.join(30)
+            assert not client.is_alive()
+    assert statuses == [grpc.StatusCode.UNAVAILABLE] * 8
+    began = time.monotonic()
+    with serving(tiny_pair, "--port", address.rpartition(":")[2]) as (again, _, _):
+        second = time.monotonic() - began
+        assert again == address and ids(address) == expected
+    print(f"started in {first:.1f} s, after the kill in {second:.1f} s")
+    assert second < 1.5 * first + 5.0  # programs come from the cache; the machine may be busy
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Clients that go away, deadlines, floods and large messages, over real gRPC."""
 
 import asyncio
+import contextlib
 import random
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from fake_engine import FakeEngine, FakeVocabulary
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from harness import Answer, health, on_server, resident, status_of
 
-from tpuspec.serving import server
+from tpuspec.serving import malformed, server
 from tpuspec.serving.channel import MAX_MESSAGE_BYTES
 from tpuspec.serving.client import BlockingClient, Client, error_details, make_request
 from tpuspec.serving.engine_loop import EngineLoop
@@ -298,6 +299,62 @@ def test_silent_connection_is_closed_and_disturbs_nobody(monkeypatch):
                 await reader.read()  # to its end
                 writer.close()
         assert (await it.answer([10, 3])).ids == [11, 12, 13, 1]
+
+    on_server(body)
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """Of HTTP/2."""
+    return len(payload).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + payload
+
+
+def test_requests_that_never_end_hold_no_slot_and_are_refused(monkeypatch):
+    """Slow-loris: a call that is begun as it should be, and a message that comes byte by byte."""
+    assert malformed.ARRIVAL_SECONDS == 30
+    monkeypatch.setattr(malformed, "ARRIVAL_SECONDS", 1.5)
+    headers = {":method": "POST", ":scheme": "http", ":authority": "localhost", "te": "trailers",
+               "content-type": "application/grpc"}
+
+    async def dribble(address: str, method: str) -> tuple[bytes, float]:
+        """What the server said, and after how long."""
+        packed = b"".join(bytes([0, len(key), *key.encode(), len(value), *value.encode()])
+                          for key, value in (headers | {":path": f"/{SERVICE}/{method}"}).items())
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0)
+                     + frame(1, 4, 1, packed)  # and that 100 bytes will come:
+                     + frame(0, 0, 1, b"\0" + (100).to_bytes(4)))
+        began, said = time.monotonic(), b""
+        while b"did not arrive" not in said:
+            writer.write(frame(0, 0, 1, b"\x12"))
+            with contextlib.suppress(TimeoutError):
+                said += await asyncio.wait_for(reader.read(1 << 16), 0.1)
+            assert time.monotonic() - began < 15
+        writer.close()
+        await writer.wait_closed()
+        return said, time.monotonic() - began
+
+    async def body(it):
+        slow = [asyncio.ensure_future(dribble(it.address, method))
+                for method in ("Generate", "GetModel") for _ in range(10)]
+        await asyncio.sleep(0.5)
+        load = (await it.client.get_model()).load
+        assert load.active_slots == load.accepted == 0
+        assert (await it.answer([10, 3])).ids == [11, 12, 13, 1]
+        for said, seconds in await asyncio.gather(*slow):
+            # The bytes of a name, a length and a value in the trailers.
+            assert b"grpc-status\x014" in said and seconds >= 1.5
+        assert (await it.answer([10, 3])).ids == [11, 12, 13, 1]
+        assert (await it.client.get_model()).load.accepted == 2
+
+    on_server(body)
+
+
+def test_call_without_a_request_is_refused():
+    async def body(it):
+        async with grpc.aio.insecure_channel(it.address) as channel:
+            call = channel.stream_stream(f"/{SERVICE}/Generate")(iter([]))
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert await call.details() == "the call ended without a request"
 
     on_server(body)
 

@@ -196,6 +196,10 @@ def test_what_cannot_be_had_is_refused_by_name(monkeypatch):
     with pytest.raises(ValueError, match="PROTOCOL must be grpc, got http/protobuf"):
         spans.from_environment()
     monkeypatch.delenv("OTEL_EXPORTER_OTLP_PROTOCOL")
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    with pytest.raises(ValueError, match="OTEL_TRACES_EXPORTER must be otlp or none, got console"):
+        spans.from_environment()
+    monkeypatch.delenv("OTEL_TRACES_EXPORTER")
     for name in [name for name in sys.modules if name.startswith("opentelemetry.exporter")]:
         monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)
