@@ -67,7 +67,9 @@ class Metrics:
             server, _ = start_http_server(port, host, self.registry)
         except OSError as error:
             raise OSError(f"cannot listen on {host}:{port} for metrics: {error}") from None
-        server.set_app(_whatever_is_accepted(server.get_app()))
+        app = server.get_app()
+        assert app is not None
+        server.set_app(_whatever_is_accepted(app))
         return int(server.server_port)
 
     def observe(self, request: Request, chunk: TokenChunk) -> None:

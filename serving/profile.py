@@ -52,7 +52,8 @@ async def save(responses: AsyncIterable[pb.ProfileResponse],
       OSError: a file is there already, or cannot be written.
     """
     output.mkdir(parents=True, exist_ok=True)
-    seconds, directory, names = 0.0, "", []
+    seconds, directory = 0.0, ""
+    names: list[pathlib.PurePosixPath] = []
     with tempfile.TemporaryDirectory(dir=output, prefix=".unfinished-") as unfinished:
         async for response in responses:
             if not response.file:
@@ -62,8 +63,8 @@ async def save(responses: AsyncIterable[pb.ProfileResponse],
             if name.is_absolute() or ".." in name.parts:
                 raise ValueError(f"the server sent a file that is not of a trace: {name}")
             path = pathlib.Path(unfinished, name)
-            if str(name) not in names:
-                names.append(str(name))
+            if name not in names:
+                names.append(name)
                 path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab") as file:
                 file.write(response.data)
