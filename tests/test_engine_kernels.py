@@ -79,10 +79,18 @@ def test_logits_that_the_kernels_do_not_take_are_left_to_xla():
 
 
 @pytest.mark.slow
-def test_interpreted_kernels_on_a_mesh():
-    target, draft = pair(num_heads=4)
+@pytest.mark.parametrize(("shape", "fused"), [
+    (dict(num_heads=4), False), (dict(num_heads=4, d_model=128), True)])
+def test_interpreted_kernels_on_a_mesh(shape, fused):
+    target, draft = pair(**shape)
     plain = ids(Engine(target, draft, CONFIG, vocabulary_size=48))
     mesh = mesh_lib.make_mesh(2, 2)
     kernels = KernelChoice(implementation="pallas", interpret=True, mesh=mesh)
-    assert ids(Engine(target, draft, CONFIG, vocabulary_size=48, mesh=mesh,
-                      kernels=kernels)) == plain
+    engine = Engine(target, draft, CONFIG, vocabulary_size=48, mesh=mesh, kernels=kernels)
+    # Every device has the whole of a draft whose pass is one kernel, and some of the slots.
+    cache = engine._state.draft_cache.self_k[0]
+    assert cache.sharding.shard_shape(cache.shape) == (
+        (1, 1, 2, 128, 128) if fused else (1, 1, 128, 128))
+    if fused:
+        assert all(weight.sharding.is_fully_replicated for weight in engine._weights[1])
+    assert ids(engine) == plain

@@ -112,7 +112,7 @@ class AbstractEngine:
         target, draft = (*models, None)[:2]
         assert target is not None
         self._mesh = mesh
-        with self._compiling():
+        with lowering_for(self._device):
             self.programs = Programs(
                 target, draft, config, vocabulary_size=vocabulary_size, mesh=mesh,
                 kernels=KernelChoice(implementation="pallas", mesh=mesh))

@@ -71,16 +71,20 @@ class Programs:
         """The leaves of target and draft, placed. Flat, for launches: to flatten an
         nnx.State takes a millisecond."""
         leaves = []
-        for model, config in zip(models, self._models, strict=True):
+        for number, (model, config) in enumerate(zip(models, self._models, strict=True)):
             params = nnx.state(model)
+            fused = self._fused if number == 1 else None
             if self._mesh is not None:
                 params = mesh_lib.place(params, mesh_lib.param_shardings(
-                    params, config, self._mesh))
+                    params, config, self._mesh, whole=fused is not None))
             leaves.append(jax.tree.leaves(params))
-        if self._fused is not None and len(leaves) == 2:
-            draft, stack = leaves[1], self._fused.stack
-            is_abstract = isinstance(draft[0], jax.ShapeDtypeStruct)
-            leaves[1] = jax.eval_shape(stack, draft) if is_abstract else stack(draft)
+            if fused is not None:
+                is_abstract = isinstance(leaves[1][0], jax.ShapeDtypeStruct)
+                leaves[1] = (jax.eval_shape(fused.stack, leaves[1]) if is_abstract
+                             else fused.stack(leaves[1]))
+                if self._mesh is not None:
+                    whole = mesh_lib.replicated(self._mesh)
+                    leaves[1] = [mesh_lib.place(leaf, whole) for leaf in leaves[1]]
         return leaves
 
     def weight_names(self) -> list[list[str]]:
