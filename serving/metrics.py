@@ -4,6 +4,7 @@ The four counters that vLLM exports of speculative decoding have its names and m
 so that dashboards and benchmarks made for it read this server; the others are our own.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -16,6 +17,7 @@ from tpuspec.serving import messages
 from tpuspec.serving.engine_loop import EngineLoop
 from tpuspec.serving.request import Request, TokenChunk
 
+HTTP_SECONDS = 10.0  # that a connection may say nothing
 MOST_LABELS = 32  # of requests, that have series of their own; the others are "other"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1)
@@ -67,9 +69,10 @@ class Metrics:
             server, _ = start_http_server(port, host, self.registry)
         except OSError as error:
             raise OSError(f"cannot listen on {host}:{port} for metrics: {error}") from None
-        app = server.get_app()
+        app, handler = server.get_app(), server.RequestHandlerClass
         assert app is not None
         server.set_app(_whatever_is_accepted(app))
+        server.RequestHandlerClass = _impatient(handler)
         return int(server.server_port)
 
     def observe(self, request: Request, chunk: TokenChunk) -> None:
@@ -160,6 +163,18 @@ class Metrics:
             yield GaugeMetricFamily(f"tpuspec_{what}", text, value=value)
         yield CounterMetricFamily("tpuspec_compilations", "XLA compilations of this process; "
                                   "constant once it serves.", value=engine.compilations)
+
+
+def _impatient(handler: Any) -> Any:
+    """A handler that ends connections which say nothing, each of which holds a thread."""
+    class Handler(handler):
+        timeout = HTTP_SECONDS
+
+        def handle(self) -> None:
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                super().handle()
+
+    return Handler
 
 
 def _whatever_is_accepted(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:

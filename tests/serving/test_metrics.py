@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import socket
+import threading
 import urllib.request
 
 import pytest
@@ -161,3 +162,25 @@ def test_malformed_accept_header_is_answered_in_the_plain_format(accept, kind):
         assert found.startswith(kind) and "tpuspec_slots 2.0" in text
 
     on_server(body)
+
+
+def test_connections_that_say_nothing_are_closed_and_hold_no_thread(monkeypatch, capfd):
+    assert metrics.HTTP_SECONDS == 10
+    monkeypatch.setattr(metrics, "HTTP_SECONDS", 0.5)
+
+    async def body(it):
+        port = it.server.metrics.serve("localhost", 0)
+        silent = [await asyncio.open_connection("localhost", port) for _ in range(10)]
+        for number, (_, writer) in enumerate(silent):
+            writer.write(b"GET /metrics HT"[:number])  # the beginning of a request, or nothing
+        with urllib.request.urlopen(f"http://localhost:{port}/metrics") as reply:
+            assert reply.status == 200
+        async with asyncio.timeout(10):
+            for reader, writer in silent:
+                assert await reader.read() == b""
+                writer.close()
+            while any("process_request" in thread.name for thread in threading.enumerate()):
+                await asyncio.sleep(0.02)
+
+    on_server(body)
+    assert capfd.readouterr().err == ""

@@ -20,8 +20,13 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind
 
-from tpuspec.protos import generation_pb2_grpc, jetstream_pb2_grpc
+from tpuspec.protos import (
+    generation_pb2_grpc,
+    jetstream_pb2_grpc,
+    open_inference_pb2_grpc,
+)
 from tpuspec.protos import jetstream_pb2 as jet
+from tpuspec.protos import open_inference_pb2 as oip
 from tpuspec.serving import spans
 from tpuspec.serving.client import make_request
 
@@ -86,11 +91,18 @@ def test_a_span_belongs_to_the_callers_trace_in_every_dialect():
             jetstream = jetstream_pb2_grpc.OrchestratorStub(channel).Decode
             asked = jet.DecodeRequest(
                 token_content=jet.DecodeRequest.TokenContent(token_ids=[10, 3]))
-            for call, request in ((ours, make_request([10, 3])), (jetstream, asked)):
+            triton = open_inference_pb2_grpc.GRPCInferenceServiceStub(channel).ModelStreamInfer
+            tensor = oip.ModelInferRequest.InferInputTensor(
+                name="input_ids", datatype="INT32", shape=[2],
+                contents=oip.InferTensorContents(int_contents=[10, 3]))
+            inferred = [oip.ModelInferRequest(model_name="count", inputs=[tensor])]
+            for call, request in ((ours, make_request([10, 3])), (jetstream, asked),
+                                  (triton, inferred)):
                 for metadata, parent in (
                         ([TRACEPARENT], PARENT), ([("traceparent", "nonsense")], None),
                         ([("traceparent-bin", b"\xff")], None)):
-                    [_ async for _ in call(request, metadata=metadata)]
+                    sent = iter(request) if isinstance(request, list) else request
+                    [_ async for _ in call(sent, metadata=metadata)]
                     span = await seen.one()
                     if parent is None:
                         assert span.parent is None
