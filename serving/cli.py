@@ -112,6 +112,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _serve_flags(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = ("Where OpenTelemetry is installed (pip install 'tpuspec[otel]') and "
+                     "OTEL_EXPORTER_OTLP_ENDPOINT names a collector, a span of every request "
+                     "goes there.")
     _model_flags(parser)
     _sampler_flag(parser)
     parser.add_argument("--host", default="localhost",
