@@ -48,7 +48,7 @@ class Metrics:
         self._plain_seconds = self._decode_seconds = 0.0
 
         def histogram(what: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-            return Histogram(f"tpuspec_{what}_seconds", text, buckets=buckets,
+            return Histogram(f"tpuspec_{what}_seconds", text, ("label",), buckets=buckets,
                              registry=self.registry)
 
         self._queue = histogram("queue", "From acceptance to a free slot.")
@@ -89,11 +89,11 @@ class Metrics:
         if chunk.finish is None:
             return
         timings = chunk.finish.timings
-        self._queue.observe(timings.queue)
-        self._first.observe(timings.first_token)
-        self._total.observe(timings.total)
+        self._queue.labels(label).observe(timings.queue)
+        self._first.labels(label).observe(timings.first_token)
+        self._total.labels(label).observe(timings.total)
         if tokens := chunk.finish.decode_tokens:
-            self._token.observe(timings.decode / tokens)
+            self._token.labels(label).observe(timings.decode / tokens)
             cost = self._loop.engine.cost
             if cost is not None and request.draft_length != 0:
                 self._plain_seconds += 1e-3 * cost.step_ms[0] * tokens
