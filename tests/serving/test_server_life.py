@@ -248,6 +248,22 @@ def test_large_messages_work_with_the_shipped_client_or_fail_with_the_limit():
     on_server(body)
 
 
+def test_messages_of_clients_without_a_limit_are_refused_by_the_server():
+    async def body(it):
+        data = b"x" * (MAX_MESSAGE_BYTES + 1)
+        async with grpc.aio.insecure_channel(
+                it.address, options=[("grpc.max_send_message_length", -1)]) as channel:
+            stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")()
+            await stream.write(data)
+            for call in (channel.unary_stream(f"/{SERVICE}/Generate")(data),
+                         channel.unary_unary(f"/{SERVICE}/GetModel")(data), stream):
+                assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert str(MAX_MESSAGE_BYTES) in await call.details()
+        assert (await it.answer([10, 3])).reason == "eos"
+
+    on_server(body)
+
+
 def test_shipped_clients_take_more_than_grpcs_usual_four_megabytes():
     async def main():
         large = Server(FakeEngine(), FakeVocabulary(), ModelInfo(
