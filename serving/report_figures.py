@@ -128,7 +128,7 @@ def strip(documents: Documents) -> str:
     for sample in samples:
         groups = runs(sample["tokens"])
         count = len(sample["tokens"])
-        shown = "".join(
+        shown = " ".join(  # lines break between runs
             f'<span class="run" role="group" aria-label="target run {at}">'
             + "".join(_token(token) for token in group) + "</span>"
             for at, group in enumerate(groups, 1))
