@@ -152,7 +152,8 @@ class Chart:
         name, right, bottom = self._name, self._right, self._height - BOTTOM
         axes = f"{self._x.low:g} {self._x.high:g} {self._y.low:g} {self._y.high:g}"
         place = f'data-plot="{LEFT} {right} {bottom} {TOP} {axes} {int(self._y.log)}"'
-        return (f'<div class="scroll"><svg id="{name}" role="img" aria-labelledby="{name}-title {name}-desc" '
+        return (f'<div class="scroll"><svg id="{name}" role="img" '
+                f'aria-labelledby="{name}-title {name}-desc" '
                 f'viewBox="0 0 {self._width} {self._height}" {place}>'
                 f"{self._head}{''.join(self._parts)}</svg></div>")
 
