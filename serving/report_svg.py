@@ -116,7 +116,7 @@ class Chart:
         for y, text, kind in sorted(of, reverse=True):
             px, py = self.at(x, y)
             below = max(py + 4, below + 14)
-            self.text(px + 6, below, text, f"label {kind}")
+            self.text(px + 9, below, text, f"label {kind}")
 
     def dot(self, x: float, y: float, kind: str, shape: str, *, title: str,
             label: str = "", across: tuple[float, float] | None = None,
