@@ -61,9 +61,9 @@ def check(found: dict, topology: str, slots: int) -> None:
     assert rows["step, gamma 3"]["estimate_ms"] > rows["step, gamma 0"]["estimate_ms"] + (
         2.5 * draft["estimate_ms"])
     for row, paper in zip(found["predicted_speedup"], PAPER, strict=True):
-        assert row["task"] == paper["task"] and row["gamma"] in (0, 3)
+        assert row["task"] == paper.task and row["gamma"] in (0, 3)
         assert row["speedup"] == pytest.approx(max(
-            speedup(paper["alpha"], gamma, found["c"]) for gamma in (0, 3)))
+            speedup(paper.alpha, gamma, found["c"]) for gamma in (0, 3)))
 
 
 def test_programs_of_one_v4_chip(tmp_path):

@@ -7,32 +7,15 @@ import pytest
 
 from tpuspec import theory
 from tpuspec.chips import CHIPS
+from tpuspec.paper import TABLE_1, TABLE_4
 
 P, Q = np.array([0.5, 0.3, 0.15, 0.05]), np.array([0.3, 0.5, 0.1, 0.1])
 
 
-@pytest.mark.parametrize("alpha, gamma, operations, speed", [  # Table 1, c = ĉ = 0
-    (0.6, 2, 1.53, 1.96), (0.7, 3, 1.58, 2.53), (0.8, 2, 1.23, 2.44), (0.8, 5, 1.63, 3.69),
-    (0.9, 2, 1.11, 2.71), (0.9, 10, 1.60, 6.86)])
+@pytest.mark.parametrize("alpha, gamma, operations, speed", TABLE_1)
 def test_table_1(alpha, gamma, operations, speed):
     assert theory.speedup(alpha, gamma, 0) == pytest.approx(speed, abs=0.005)
     assert theory.operations_factor(alpha, gamma, 0) == pytest.approx(operations, abs=0.005)
-
-
-# Tables 2 and 4 of the paper, T5-XXL: task, draft, temperature, γ, α, c, expected, measured.
-TABLE_4 = [
-    ("translation", "small", 0, 7, 0.75, 0.02, 3.2, 3.4),
-    ("translation", "base", 0, 7, 0.80, 0.04, 3.3, 2.8),
-    ("translation", "large", 0, 7, 0.82, 0.11, 2.5, 1.7),
-    ("translation", "small", 1, 7, 0.62, 0.02, 2.3, 2.6),
-    ("translation", "base", 1, 5, 0.68, 0.04, 2.4, 2.4),
-    ("translation", "large", 1, 3, 0.71, 0.11, 2.0, 1.4),
-    ("summarization", "small", 0, 5, 0.65, 0.02, 2.4, 3.1),
-    ("summarization", "base", 0, 5, 0.73, 0.04, 2.6, 3.0),
-    ("summarization", "large", 0, 3, 0.74, 0.11, 2.0, 2.2),
-    ("summarization", "small", 1, 5, 0.53, 0.02, 1.9, 2.3),
-    ("summarization", "base", 1, 3, 0.55, 0.04, 1.8, 2.2),
-    ("summarization", "large", 1, 3, 0.56, 0.11, 1.6, 1.7)]
 
 
 @pytest.mark.parametrize("task, draft, temperature, gamma, alpha, c, expected, measured", TABLE_4)

@@ -21,6 +21,7 @@ from tpuspec.config import EngineConfig, T5Config
 from tpuspec.hlo_schedule import Schedule
 from tpuspec.kernel_choice import KernelChoice
 from tpuspec.memory import abstract_model, abstract_state, bytes_on_device, passes_that_read
+from tpuspec.paper import TABLE_4
 from tpuspec.pass_timing import PASSES
 from tpuspec.programs import Key, Programs
 from tpuspec.schedule_estimate import Estimate, estimate
@@ -31,15 +32,7 @@ Progress = Callable[[str, int, int], None]
 _LENGTHS = (128, 256, 512, 1024)  # that a table of slots is made for
 _PLACES = 12  # of a program, in the report
 _SMALL = ("release", "copy", "catch up")  # compiled, not told of
-
-# Leviathan et al. 2022, Table 2 (T5-XXL with T5-small on one TPU v4, batch 1): α and γ,
-# the speed-up that Eq. (5) expects with c = 0.02, and the one measured.
-PAPER = (
-    dict(task="translation", temperature=0, alpha=0.75, gamma=7, expected=3.2, measured=3.4),
-    dict(task="translation", temperature=1, alpha=0.62, gamma=7, expected=2.3, measured=2.6),
-    dict(task="summarization", temperature=0, alpha=0.65, gamma=5, expected=2.4, measured=3.1),
-    dict(task="summarization", temperature=1, alpha=0.53, gamma=5, expected=1.9, measured=2.3),
-)
+PAPER = [row for row in TABLE_4 if row.draft == "small"]  # what Eq. (5) is told beside
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -295,10 +288,10 @@ def _name(key: Key, config: EngineConfig) -> str:
 def _predictions(c: float, widening: dict[int, float]) -> list[dict[str, Any]]:
     rows = []
     for paper in PAPER:
-        alpha = float(str(paper["alpha"]))
-        gains = {gamma: theory.speedup(alpha, gamma, c, widening[gamma]) for gamma in widening}
+        gains = {gamma: theory.speedup(paper.alpha, gamma, c, widening[gamma])
+                 for gamma in widening}
         gamma = max(gains, key=lambda g: gains[g])
-        rows.append({"task": paper["task"], "temperature": paper["temperature"], "alpha": alpha,
-                     "gamma": gamma, "speedup": gains[gamma], "paper_gamma": paper["gamma"],
-                     "paper_expected": paper["expected"], "paper_measured": paper["measured"]})
+        rows.append({"task": paper.task, "temperature": paper.temperature, "alpha": paper.alpha,
+                     "gamma": gamma, "speedup": gains[gamma], "paper_gamma": paper.gamma,
+                     "paper_expected": paper.expected, "paper_measured": paper.measured})
     return rows
