@@ -31,6 +31,7 @@ class Runs:
         shape = (prompts, repeats)
         self.tokens = np.zeros(shape)  # all of them
         self.decode_tokens = np.zeros(shape)  # after those of the first step
+        self.decode_steps = np.zeros(shape)
         self.decode_seconds = np.zeros(shape)
         self.first_seconds = np.zeros(shape)
         self.seconds = np.zeros(shape)
@@ -44,6 +45,12 @@ class Runs:
     def whole_rate(self, chosen: np.ndarray) -> float:
         """The same of whole requests, encoder and all."""
         return float(np.median(self.tokens[chosen].sum(0) / self.seconds[chosen].sum(0)))
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step after the first, the host's part included: the median over repeats."""
+        steps, seconds = self.decode_steps.sum(0), self.decode_seconds.sum(0)
+        return float(np.median(seconds / steps)) if (steps > 0).all() else math.nan
 
     @property
     def total(self) -> SpeculationStats:
@@ -108,6 +115,7 @@ def run(engine: BatchEngine, sources: Sequence[prompts.Prompt], lengths: Sequenc
                 of, at, times = found[length], (number, repeat), answer.finish.timings
                 of.tokens[at] = len(answer.token_ids)
                 of.decode_tokens[at] = answer.finish.decode_tokens
+                of.decode_steps[at] = answer.stats.steps - 1
                 of.decode_seconds[at] = times.decode
                 of.first_seconds[at] = times.first_token
                 of.seconds[at] = times.total
@@ -144,9 +152,12 @@ def row(temperature: float, gamma: int, plain: Runs, speculative: Runs, cost: Co
     observed = bootstrap(lambda chosen: speculative.rate(chosen) / plain.rate(chosen), blocks)
     whole = bootstrap(lambda chosen: speculative.whole_rate(chosen) / plain.whole_rate(chosen),
                       blocks)
-    predicted = by_steps = None
+    predicted = by_steps = tokens_expected = step_expected = None
     if alpha is not None and c is not None:
         predicted = theory.speedup(alpha.value, gamma, c, widening)
+        # Its two parts: each stands beside what the runs did.
+        tokens_expected = theory.expected_tokens(alpha.value, gamma)
+        step_expected = gamma * c + widening
     if total.tokens_per_target_run is not None:
         by_steps = total.tokens_per_target_run * cost.step_ms[0] / cost.step_ms[gamma]
     figures: dict[str, Any] = {"temperature": temperature, "gamma": gamma}
@@ -156,6 +167,10 @@ def row(temperature: float, gamma: int, plain: Runs, speculative: Runs, cost: Co
         "predicted_speedup": predicted, "predicted_by_step_times": by_steps,
         **(alpha.to_json("alpha") if alpha is not None else {"alpha": None}),
         "c": c, "widening": widening, "tokens_per_target_run": total.tokens_per_target_run,
+        "predicted_tokens_per_target_run": tokens_expected,
+        "plain_steps_per_step": speculative.step_seconds / plain.step_seconds,
+        "timed_plain_steps_per_step": cost.step_ms[gamma] / cost.step_ms[0],
+        "predicted_plain_steps_per_step": step_expected,
         **whole.to_json("whole_request_speedup"),
         "plain_first_token_ms": 1e3 * float(np.median(plain.first_seconds)),
         "speculative_first_token_ms": 1e3 * float(np.median(speculative.first_seconds)),
@@ -204,6 +219,17 @@ def text(document: dict[str, Any]) -> str:
             f"{bounds(one, 'observed_speedup', '{:.2f}x'):<22} "
             f"{'-' if runs is None else format(runs, '.2f'):>10}  "
             f"{one['plain_first_token_ms']:.1f} plain, {one['speculative_first_token_ms']:.1f}")
+    lines.append("Where expected and observed part: tokens of a run, and what a step costs in plain "
+                 "steps:")
+    for one in document["rows"]:
+        if one["predicted_speedup"] is not None:
+            lines.append(
+                f"{one['temperature']:>5g} {one['gamma']:>5} "
+                f"{one['tokens_per_target_run']:.2f} tokens, by Eq. (1) "
+                f"{one['predicted_tokens_per_target_run']:.2f}; "
+                f"{one['plain_steps_per_step']:.2f} plain steps in these runs, "
+                f"{one['timed_plain_steps_per_step']:.2f} as timed apart, gamma c + widening "
+                f"{one['predicted_plain_steps_per_step']:.2f}")
     lines.append("Whole requests, and how much they differ:")
     for one in document["rows"]:
         gains, same = one["speedup_of_requests"], one["slowest_over_fastest_of_identical_requests"]

@@ -130,18 +130,25 @@ def test_speedup_of_a_hand_computable_engine(fake_models, monkeypatch, tmp_path,
     assert three["tokens_per_target_run"] == pytest.approx(2.0)
     # Two tokens a step, and a step takes as long as a plain one here.
     assert three["observed_speedup"] == pytest.approx(2.0, rel=0.5)
+    assert three["predicted_tokens_per_target_run"] == pytest.approx(1.875)
+    assert three["predicted_plain_steps_per_step"] == pytest.approx(3 * 0.25 + 1.25)
+    assert three["timed_plain_steps_per_step"] == pytest.approx(2.0)
+    assert three["plain_steps_per_step"] == pytest.approx(1.0, rel=0.5)
     assert three["observed_speedup_low"] <= three["observed_speedup"] <= three[
         "observed_speedup_high"]
     assert one["plain_first_token_ms"] > 3.9
     printed = measure_speedup.text(document)
     assert "one request at a time: 2 prompts, 3 repeats" in printed and "made up" in printed
+    assert "2.00 tokens, by Eq. (1) 1.88;" in printed
 
 
 def test_figures_of_runs_by_hand():
     runs = measure_speedup.Runs(2, 3)
     runs.decode_tokens[:] = [[10, 10, 10], [30, 30, 30]]
     runs.decode_seconds[:] = [[1, 1, 9], [3, 4, 3]]
+    runs.decode_steps[:] = [[2, 2, 2], [6, 6, 6]]
     runs.tokens[:], runs.seconds[:] = runs.decode_tokens, runs.decode_seconds
+    assert runs.step_seconds == pytest.approx(5 / 8)
     assert runs.rate(np.arange(2)) == pytest.approx(40 / 5)  # of 10, 8 and 40 / 12
     assert runs.rate(np.array([0, 0])) == pytest.approx(10)
     assert measure_speedup._identical(runs) == pytest.approx((9 + 4 / 3) / 2)
