@@ -219,8 +219,8 @@ def text(document: dict[str, Any]) -> str:
             f"{bounds(one, 'observed_speedup', '{:.2f}x'):<22} "
             f"{'-' if runs is None else format(runs, '.2f'):>10}  "
             f"{one['plain_first_token_ms']:.1f} plain, {one['speculative_first_token_ms']:.1f}")
-    lines.append("Where expected and observed part: tokens of a run, and what a step costs in plain "
-                 "steps:")
+    lines.append("Where expected and observed part: tokens of a run, and what a step costs in "
+                 "plain steps:")
     for one in document["rows"]:
         if one["predicted_speedup"] is not None:
             lines.append(
