@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tpuspec import theory
+from tpuspec import acceptance_figures, theory
 from tpuspec.config import EngineConfig
 from tpuspec.estimates import Estimate, bootstrap, clipped, mean_by_blocks
 from tpuspec.measurement import CostReport, SpeculationStats
@@ -152,19 +152,21 @@ def row(temperature: float, gamma: int, plain: Runs, speculative: Runs, cost: Co
     observed = bootstrap(lambda chosen: speculative.rate(chosen) / plain.rate(chosen), blocks)
     whole = bootstrap(lambda chosen: speculative.whole_rate(chosen) / plain.whole_rate(chosen),
                       blocks)
-    predicted = by_steps = tokens_expected = step_expected = None
+    predicted = by_steps = tokens_expected = step_expected = with_ends = None
     if alpha is not None and c is not None:
         predicted = theory.speedup(alpha.value, gamma, c, widening)
         # Its two parts: each stands beside what the runs did.
         tokens_expected = theory.expected_tokens(alpha.value, gamma)
         step_expected = gamma * c + widening
+        with_ends = _tokens_of_a_step(speculative.tokens, alpha.value, gamma) / step_expected
     if total.tokens_per_target_run is not None:
         by_steps = total.tokens_per_target_run * cost.step_ms[0] / cost.step_ms[gamma]
     figures: dict[str, Any] = {"temperature": temperature, "gamma": gamma}
     for name, estimate in (rates | {"observed_speedup": observed}).items():
         figures |= estimate.to_json(name)
     figures |= {
-        "predicted_speedup": predicted, "predicted_by_step_times": by_steps,
+        "predicted_speedup": predicted, "predicted_speedup_with_ends": with_ends,
+        "predicted_by_step_times": by_steps,
         **(alpha.to_json("alpha") if alpha is not None else {"alpha": None}),
         "c": c, "widening": widening, "tokens_per_target_run": total.tokens_per_target_run,
         "predicted_tokens_per_target_run": tokens_expected,
@@ -178,6 +180,21 @@ def row(temperature: float, gamma: int, plain: Runs, speculative: Runs, cost: Co
         "slowest_over_fastest_of_identical_requests": {
             "plain": _identical(plain), "speculative": _identical(speculative)}}
     return figures
+
+
+def _tokens_of_a_step(lengths: np.ndarray, alpha: float, gamma: int) -> float:
+    """Eq. (1) for steps after the first of outputs that end: their last steps are cut short,
+    which costs a short output much. NaN if none has a second step.
+
+    Args:
+      lengths: tokens of each output.
+    """
+    tokens = steps = 0.0
+    for length, count in zip(*np.unique(lengths, return_counts=True), strict=True):
+        runs = acceptance_figures.target_runs(np.full(int(length), alpha), gamma)
+        steps += count * (runs - 1)
+        tokens += count * (length - theory.expected_tokens(alpha, min(gamma, int(length) - 1)))
+    return tokens / steps if steps > 1e-9 else math.nan
 
 
 def spread(values: np.ndarray) -> dict[str, float]:
@@ -204,17 +221,19 @@ def text(document: dict[str, Any]) -> str:
              f"{document['dtype']}, one request at a time: {document['prompts']} prompts, "
              f"{document['repeats']} repeats, in turns.",
              f"{'temp.':>5} {'gamma':>5} {'alpha':<21} {'c':>6} {'widening':>8} "
-             f"{'plain tok/s':>11} {'spec. tok/s':>11} {'expected':>8} {'by steps':>8} "
+             f"{'plain tok/s':>11} {'spec. tok/s':>11} {'expected':>8} {'ends':>8} {'by steps':>8} "
              f"{'observed':<22} "
              f"{'tokens/run':>10}  first token ms"]
     for one in document["rows"]:
-        expected, by_steps = one["predicted_speedup"], one["predicted_by_step_times"]
+        expected, with_ends, by_steps = (one[f"predicted_{name}"] for name in (
+            "speedup", "speedup_with_ends", "by_step_times"))
         runs = one["tokens_per_target_run"]
         lines.append(
             f"{one['temperature']:>5g} {one['gamma']:>5} {bounds(one, 'alpha'):<21} "
             f"{'-' if one['c'] is None else format(one['c'], '.3f'):>6} {one['widening']:>8.2f} "
             f"{one['plain_tokens_per_s']:>11.1f} {one['speculative_tokens_per_s']:>11.1f} "
             f"{'-' if expected is None else f'{expected:.2f}x':>8} "
+            f"{'-' if with_ends is None else f'{with_ends:.2f}x':>8} "
             f"{'-' if by_steps is None else f'{by_steps:.2f}x':>8} "
             f"{bounds(one, 'observed_speedup', '{:.2f}x'):<22} "
             f"{'-' if runs is None else format(runs, '.2f'):>10}  "
@@ -238,7 +257,8 @@ def text(document: dict[str, Any]) -> str:
             f"from {gains['least']:.2f}x to {gains['most']:.2f}x (half of them above "
             f"{gains['median']:.2f}x); the slowest of {document['repeats']} identical requests "
             f"takes {same['speculative']:.2f} times the fastest ({same['plain']:.2f} plain)")
-    lines.append("expected: Eq. (5) with the alpha, c and widening beside it; by steps: the "
+    lines.append("expected: Eq. (5) with the alpha, c and widening beside it; ends: the same for "
+                 "outputs as long as these, whose ends cut steps short; by steps: the "
                  "tokens that a run did give, ends cut, and the time of whole steps. Intervals: "
                  "95 %, between prompts.")
     lines.append(f"c and widening: {document['cost_method']}.")
