@@ -46,6 +46,25 @@ def test_what_the_papers_tables_say_together():
         assert theory.oracle_speedup(alpha, 0.0) == pytest.approx(limit)
 
 
+def test_what_the_documents_say_of_the_measured_speedups():
+    small = {row[:3]: row.measured for row in TABLE_4 if row.draft == "small"}
+    assert list(small.values()) == [3.4, 2.6, 3.1, 2.3]  # 2.3x to 3.4x
+    near = sum(abs(row.expected - row.measured) < 0.55 for row in TABLE_4)
+    assert near == 9  # of 12: a few tenths in most rows
+    assert 11e9 / 800e6 == pytest.approx(14, abs=0.3)  # T5-large, of which c is 0.11
+
+
+def test_the_rough_formula_of_one_document_is_not_the_papers():
+    """K α / (1 + c) approaches K and "cannot be slower": Eq. (5) approaches K + 1, because of
+    the bonus token, and falls below 1 where drafts cost and are not kept."""
+    assert theory.speedup(1.0, 5, 0.0) == 6
+    assert theory.speedup(0.0, 5, 0.0) == 1  # break-even, for a draft that costs nothing
+    assert theory.speedup(0.0, 5, 0.02) == pytest.approx(1 / 1.1)
+    # Its question: 80 % for the first of five drafts, 20 % for the others.
+    tokens = [theory.expected_tokens_by_position([0.8, 0.2, 0.2, 0.2, 0.2][:k]) for k in (1, 2, 5)]
+    assert tokens == pytest.approx([1.8, 1.96, 1.99968])
+
+
 def test_run_lengths_by_position():
     assert theory.run_lengths_by_position([0.75] * 7) == pytest.approx(
         theory.run_length_distribution(0.75, 7))
@@ -143,6 +162,22 @@ def test_acceptance_is_one_minus_the_total_variation_distance():
         assert theory.rejection_sampling_rate(p, q) <= theory.overlap(p, q)
         assert theory.lenient_acceptance(p, q, 1.0) == pytest.approx(theory.overlap(p, q))
         assert theory.lenient_acceptance(p, q, 0.1) >= theory.overlap(p, q)
+
+
+def test_cold_distributions_agree_or_do_not():
+    """At temperature 0.05 the overlap is near 1 or near 0, as the likeliest tokens agree or not,
+    and the residual is the target's likeliest token."""
+    def cold(p):
+        powers = p**20
+        return powers / powers.sum()
+
+    assert theory.overlap(cold(P), cold(np.array([0.6, 0.2, 0.1, 0.1]))) > 0.99
+    assert theory.overlap(cold(P), cold(Q)) < 1e-3
+    np.testing.assert_allclose(theory.residual(cold(P), cold(Q)), [1, 0, 0, 0], atol=1e-3)
+    even = np.full(32_128, 1 / 32_128)  # uniformly random drafts: tiny, and never 0
+    peaked = np.zeros(32_128)
+    peaked[7] = 1.0
+    assert theory.overlap(peaked, even) == pytest.approx(1 / 32_128)
 
 
 def test_one_rare_token_ruins_ordinary_rejection_sampling():

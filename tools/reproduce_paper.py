@@ -14,7 +14,8 @@ beside the measured ones, and a page of figures for each pair and task (`tpuspec
 Checkpoints are those of `tpuspec convert`. The paper's were T5 1.1 fine-tuned on both tasks, which
 are not public; the nearest public ones were trained on them among others: T5 1.0 (t5-11b with
 t5-small, t5-base, t5-large) and Flan-T5. Prompt files are JSONL with `input`, one a line, or text;
-`tools/paper_prompts.py` makes them of WMT and CNN/Daily Mail.
+`tools/paper_prompts.py` makes them of WMT and CNN/Daily Mail. That these files stay as they are
+is checked; that checkpoints do is not.
 
 --demo is the same experiment in minutes, on the bundled pair and on a function-preserving
 expansion of its target (tools/expand_model.py): a real acceptance rate, at the price of a target
@@ -23,9 +24,11 @@ of T5-large's size. It says nothing about T5-XXL.
 
 import argparse
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -57,11 +60,13 @@ class Settings:
 
     Attributes:
       tasks: file of prompts by task.
+      sha256: of these files, by task.
       prompts: of each task, for times; α has as many as its tokens need.
     """
 
     pairs: tuple[Pair, ...]
     tasks: dict[str, str]
+    sha256: dict[str, str]
     tokens: int
     prompts: int
     repeats: int
@@ -179,13 +184,16 @@ def pages(settings: Settings, directory: pathlib.Path) -> list[pathlib.Path]:
 
 def demo_settings(args: argparse.Namespace, directory: pathlib.Path) -> Settings:
     """The bundled pair and its expansion, which is made if it is not there yet."""
-    larger = directory / "expanded-target"
+    larger = directory / f"expanded-{args.like}"
     if not larger.exists():
         print(f"making a target of the size of {args.like} ...", file=sys.stderr, flush=True)
-        done = subprocess.run([sys.executable, str(EXPAND), str(DEMO_PAIR / "target"), str(larger),
-                               "--like", args.like], stdout=subprocess.DEVNULL)
+        unfinished = directory / f"{larger.name}.unfinished"
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was interrupted
+        done = subprocess.run([sys.executable, str(EXPAND), str(DEMO_PAIR / "target"),
+                               str(unfinished), "--like", args.like], stdout=subprocess.DEVNULL)
         if done.returncode:
             raise ValueError(f"no target of the size of {args.like} was made")
+        os.replace(unfinished, larger)
     tasks = {}
     for task in ("translate", "restore"):
         lines = [line for line in DEMO_PROMPTS.read_text().splitlines() if line.startswith(task)]
@@ -219,9 +227,11 @@ def _settings(args: argparse.Namespace, pairs: tuple[Pair, ...], tasks: dict[str
               ) -> Settings:
     for name in ("tokens", "prompts", "repeats", "max_new_tokens"):
         check_range(name, getattr(args, name), 1, None)
-    return Settings(pairs=pairs, tasks=tasks, **{
+    digests = {task: hashlib.sha256(pathlib.Path(file).read_bytes()).hexdigest()
+               for task, file in tasks.items()}
+    return Settings(pairs=pairs, tasks=tasks, sha256=digests, **{
         field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)
-        if field.name not in ("pairs", "tasks")})
+        if field.name not in ("pairs", "tasks", "sha256")})
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -85,6 +85,12 @@ def test_an_interrupted_run_goes_on_and_other_settings_are_refused(commands, arg
     assert main([*arguments, "--repeats", "2"]) == 1
     told = capsys.readouterr().err
     assert "repeats must be 3, with which" in told and "got 2" in told
+    prompts = tmp_path / "cnn.txt"
+    kept = prompts.read_text()
+    prompts.write_text(kept.replace("source 0", "another"))
+    assert main(arguments) == 1
+    assert "sha256 must be" in capsys.readouterr().err
+    prompts.write_text(kept)
     before = list(calls)
     assert main(arguments) == 0
     measured = [words for words in calls if words[0] == "measure"]
@@ -146,7 +152,7 @@ def test_a_command_that_fails_is_named():
 
 
 def test_the_demo_is_the_bundled_pair_and_its_expansion(commands, tmp_path, capsys):
-    (tmp_path / "run" / "expanded-target").mkdir(parents=True)  # as if it had been made
+    (tmp_path / "run" / "expanded-t5-v1_1-large").mkdir(parents=True)  # as if it had been made
     assert main([str(tmp_path / "run"), "--demo"]) == 0
     calls, _ = commands
     alphas = [words for words in calls if words[1] == "alpha"]
@@ -157,6 +163,8 @@ def test_the_demo_is_the_bundled_pair_and_its_expansion(commands, tmp_path, caps
 
 
 def test_prompts_of_the_papers_tasks(monkeypatch, tmp_path, capsys):
+    asked = []
+
     class Datasets:
         @staticmethod
         def load_dataset(name, configuration, split):
@@ -165,19 +173,37 @@ def test_prompts_of_the_papers_tasks(monkeypatch, tmp_path, capsys):
                     "abisee/cnn_dailymail": [{"article": "News."}]}[name]
 
     file = tmp_path / "p.jsonl"
-    monkeypatch.setattr(paper_prompts.importlib, "import_module", lambda name: Datasets)
-    for task, prompt in (("translation", "translate English to German: A house."),
-                         ("summarization", "summarize: News.")):
-        assert paper_prompts.main([str(file), "--task", task, "--count", "1"]) == 0
-        assert json.loads(file.read_text())["input"] == prompt
+    class TensorflowDatasets:
+        @staticmethod
+        def load(name, split):
+            asked.append(name)
+            return {"wmt14_translate/de-en": [{"en": b"A house.", "de": b"Ein Haus."}],
+                    "cnn_dailymail": [{"article": b"News."}]}[name]
+
+        @staticmethod
+        def as_numpy(rows):
+            return rows
+
+    def only(loader):
+        def import_module(name):
+            if name != loader:
+                raise ImportError(name)
+            return {"datasets": Datasets, "tensorflow_datasets": TensorflowDatasets}[name]
+        monkeypatch.setattr(paper_prompts.importlib, "import_module", import_module)
+
+    for loader in ("tensorflow_datasets", "datasets"):
+        only(loader)
+        for task, prompt in (("translation", "translate English to German: A house."),
+                             ("summarization", "summarize: News.")):
+            assert paper_prompts.main([str(file), "--task", task, "--count", "1"]) == 0
+            assert json.loads(file.read_text())["input"] == prompt
+    assert asked == ["wmt14_translate/de-en", "cnn_dailymail"]
     assert paper_prompts.main([str(file), "--task", "translation"]) == 1
     assert "count must be at most 1, got 1000" in capsys.readouterr().err
-
-    def missing(name):
-        raise ImportError(name)
-    monkeypatch.setattr(paper_prompts.importlib, "import_module", missing)
+    only("neither")
     assert paper_prompts.main([str(file), "--task", "translation"]) == 1
-    assert "pip install datasets" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "pip install datasets" in told and '{"input": "translate English to German: ' in told
 
 
 @pytest.mark.slow
