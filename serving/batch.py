@@ -35,14 +35,20 @@ class _BadLine(Exception):
 
 
 def run(args: argparse.Namespace) -> int:
+    summary = _run(args)
+    return 1 if summary is None else _report(summary, as_json=args.json)
+
+
+def _run(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The summary; None of a job that has not ended."""
+    if args.workers is not None and args.ray is None:
+        raise ValueError(f"workers must be with ray, got {args.workers} without")
     source, output = File(args.input), File(args.output)
     stem, _ = batch_input.split_name(output)
     errors = output.sibling(f"{stem}.errors.jsonl")
     survey = batch_input.survey(source)
     if survey.first_target is not None:
         scores.check_installed(survey.first_target)
-    if args.workers is not None and args.ray is None:
-        raise ValueError(f"workers needs ray, got {args.workers} without it")
     with contextlib.ExitStack() as stack:
         pair = stack.enter_context(models.pair(args.target, args.draft))
         cluster = None if args.ray is None else stack.enter_context(
@@ -52,22 +58,22 @@ def run(args: argparse.Namespace) -> int:
         job = Job.open(output, errors, identity=identity, settings=_settings(args),
                        fresh={"seed": secrets.randbits(53)})
         stack.callback(job.close)
+        rates = _rates(0, 0, 0.0)
         if job.summary is not None:
             print(f"{output.url} is complete already", file=sys.stderr)
-            return _report(job.summary | {"run": _rates(0, 0, 0.0)}, as_json=args.json)
+            return job.summary | {"run": rates}
         try:
-            rates = _rates(0, 0, 0.0)
             if job.done < survey.lines:
                 with _engine(args, pair, identity["model"], cluster) as engine:
                     rates = _answer_all(args, engine, source, survey, job)
             summary = batch_report.write(job, output, errors)
             job.complete(summary)
-            return _report(summary | {"run": rates}, as_json=args.json)
+            return summary | {"run": rates}
         except (RequestError, _BadLine, KeyboardInterrupt) as error:
             print(f"tpuspec batch: {str(error) or 'interrupted'}\n"
                   f"{job.done} of {survey.lines} lines are done; the same command goes on from "
                   "there", file=sys.stderr)
-            return 1
+            return None
 
 
 def _settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -14,7 +14,6 @@ all that is done in memory. Here the journal has all that already.
 import collections
 import contextlib
 import dataclasses
-import importlib
 import itertools
 import os
 import sys
@@ -118,7 +117,7 @@ def connect(address: str, mesh: tuple[int, int]) -> Iterator["Cluster"]:
     # Read by what Ray starts here.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
-        ray = importlib.import_module("ray")
+        import ray
     except ImportError as error:
         raise ValueError(f"ray needs a package that is not here: {error} "
                          "(pip install 'tpuspec[ray]')") from None
@@ -129,7 +128,8 @@ def connect(address: str, mesh: tuple[int, int]) -> Iterator["Cluster"]:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ValueError(f"ray cannot connect to {address}: {error}") from None
     try:
-        yield Cluster(ray, Chips.of(ray, mesh))
+        with contextlib.redirect_stdout(sys.stderr):  # Ray prints what it has to say
+            yield Cluster(ray, Chips.of(ray, mesh))
     finally:
         ray.shutdown()
 
@@ -228,7 +228,7 @@ class RayEngine:
         worker = self._make()
         self._starting[worker.start.remote()] = worker
 
-    def _wait(self) -> list[tuple[_Block, list[tuple[int, Answer | Failure]] | None]]:
+    def _wait(self) -> Sequence[tuple[_Block, list[tuple[int, Answer | Failure]] | None]]:
         """Blocks that were answered, or lost with their worker, when there are any."""
         owners = {call: worker for worker, calls in self._calls.items() for call in calls}
         (call,), _ = self._ray.wait([*owners, *self._starting], num_returns=1)
@@ -249,7 +249,7 @@ class RayEngine:
             print(f"worker on {place.host}, process {place.pid}", file=sys.stderr)
 
     def _lose(self, call: Any, worker: Any | None, error: Exception,
-              ) -> list[tuple[_Block, None]]:
+              ) -> Sequence[tuple[_Block, None]]:
         """Begins another worker; returns what the lost one had to do."""
         blocks: list[_Block] = []
         if worker is None:

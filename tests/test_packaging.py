@@ -67,7 +67,8 @@ def test_dependencies_are_the_imported_distributions() -> None:
     }
     declared = {
         IMPORT_NAMES.get(Requirement(text).name, Requirement(text).name)
-        for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["score"]
+        for text in [*PROJECT["dependencies"], *(
+            text for extra in ("ray", "score") for text in PROJECT["optional-dependencies"][extra])]
     }
     assert imported - set(test_layering.FOLDERS) - sys.stdlib_module_names == declared
 

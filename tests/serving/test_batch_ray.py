@@ -12,6 +12,7 @@ from tiny_vocabularies import uni_vocabulary
 
 from tpuspec import checkpoint
 from tpuspec.serving import batch
+from tpuspec.serving.batch_ray import Chips
 from tpuspec.serving.cli import make_parser
 
 TINY = dict(vocab_size=320, d_model=16, layers=1, num_decoder_layers=1)
@@ -67,6 +68,37 @@ def test_killed_worker_is_replaced_and_the_output_is_that_of_one_host(folder, wh
     assert (summary["ok"], summary["failed"], summary["skipped"]) == (116, 3, 1)
     assert summary["scores"]["lines"] == 116 and summary["run"]["lost_workers"] == 1
     assert "workers that were lost and replaced: 1" in done.stderr
+
+
+def test_what_is_missing_is_named(folder, monkeypatch):
+    def refused(*more):
+        with pytest.raises(ValueError) as error:
+            batch.run(make_parser().parse_args(["batch", *flags(folder, "none.jsonl"), *more]))
+        return str(error.value)
+
+    assert refused("--workers", "2") == "workers must be with ray, got 2 without"
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert "pip install 'tpuspec[ray]'" in refused("--ray", "auto")
+    assert not (folder / "none.jsonl.job").exists()
+
+
+NODES = [{"Alive": True, "Resources": {"CPU": 208.0, "TPU": 8.0}},
+         {"Alive": True, "Resources": {"CPU": 8.0}},
+         {"Alive": False, "Resources": {"CPU": 208.0, "TPU": 8.0}},
+         {"Alive": True, "Resources": {"CPU": 112.0, "TPU": 4.0}}]
+
+
+@pytest.mark.parametrize("chips, options, workers", [
+    (Chips("TPU", 1), {"resources": {"TPU": 1}}, 12),
+    (Chips("TPU", 8), {"resources": {"TPU": 8}}, 1),
+    (Chips("CPU", 1), {"num_cpus": 1}, 3)])
+def test_engines_are_as_many_as_there_are_chips_for(chips, options, workers):
+    assert chips.options == options and chips.workers(NODES) == workers
+
+
+def test_mesh_that_no_host_has_chips_for_is_refused():
+    with pytest.raises(ValueError, match="a node with 16 TPU for mesh"):
+        Chips("TPU", 16).workers(NODES)
 
 
 @pytest.mark.slow
