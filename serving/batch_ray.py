@@ -54,12 +54,10 @@ class Chips:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of the actor."""
-        if self.kind == "CPU":
-            return {"num_cpus": self.count}
-        if self.kind == "GPU":
-            return {"num_gpus": self.count}
-        return {"resources": {self.kind: self.count}}
+        """Of the actor; Ray would rather fill one host before it takes another."""
+        need: dict[str, Any] = ({"resources": {"TPU": self.count}} if self.kind == "TPU"
+                                else {f"num_{self.kind.lower()}s": self.count})
+        return need | {"scheduling_strategy": "SPREAD"}
 
     def workers(self, nodes: Iterable[Mapping[str, Any]]) -> int:
         """For how many engines there is room; a CPU engine takes all cores of a host.
@@ -166,6 +164,8 @@ class RayEngine:
           ValueError: a worker cannot make its engine.
           RequestError: workers are lost before they are ready.
         """
+        if sys.stderr.isatty():
+            print(f"waiting for the first of {self._count} workers ...", file=sys.stderr)
         for _ in range(self._count):
             self._begin()
         while not self._calls:

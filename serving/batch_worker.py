@@ -66,8 +66,8 @@ class Worker:
         pair = self._stack.enter_context(models.pair(setup.target, setup.draft))
         for name, path in (("target", pair.target), ("draft", pair.draft)):
             if path is not None and checkpoint_identity(path) != setup.identity[name]:
-                raise ValueError(f"{name} on {host} is not that of the job: {path} there has other "
-                                 "files")
+                raise ValueError(f"{name} must be the job's on every host, got other files, or "
+                                 f"none, at {path} on {host}")
         self._engine = self._stack.enter_context(local.start(pair, **setup.options))
         return Place(host=host, pid=os.getpid())
 
