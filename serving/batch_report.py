@@ -130,6 +130,8 @@ def describe(summary: Mapping[str, Any]) -> str:
         lines.append(f"this run: {run['lines']} lines in {run['seconds']:.1f} s, "
                      f"{run['lines_per_second']:.1f} lines and "
                      f"{run['tokens_per_second']:.0f} tokens a second")
+        if run.get("lost_workers"):
+            lines.append(f"workers that were lost and replaced: {run['lost_workers']}")
     return "\n".join(lines)
 
 

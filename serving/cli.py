@@ -27,7 +27,7 @@ def main() -> None:
 def _run(args: argparse.Namespace) -> int:
     logging.set_verbosity(logging.WARNING)  # libraries say much at INFO while loading
     try:
-        if "platform" in args and getattr(args, "server", None) is None:
+        if "platform" in args and not any(getattr(args, name, None) for name in ("server", "ray")):
             # Before JAX is imported, which the command's module may do.
             platform.choose(args.platform)
             if sys.stderr.isatty():
@@ -197,7 +197,14 @@ def _batch_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ids", action="store_true", help="token ids in the output, too")
     parser.add_argument("--strict", action="store_true", help="stop at the first bad line")
     parser.add_argument("--json", action="store_true", help="the summary as one JSON document")
-    parser.add_argument("--slots", type=_integer(1), default=16, help="lines that run at once")
+    parser.add_argument("--ray", metavar="ADDRESS",
+                        help="engines of a Ray cluster's hosts do the work: auto is the cluster "
+                             "that this machine is in, local one of its own")
+    parser.add_argument("--workers", type=_integer(1),
+                        help="engines with --ray; as many as there are chips for (hosts, without "
+                             "accelerators), if not given")
+    parser.add_argument("--slots", type=_integer(1), default=16,
+                        help="lines that run at once, on each engine")
     parser.add_argument("--source_buckets", type=_integers(1), default=_SHAPES.source_buckets,
                         help="compiled source lengths; the last is the longest source")
     parser.add_argument("--max_new_tokens", type=_integer(1), default=_SHAPES.max_target_length,

@@ -71,7 +71,7 @@ def test_dependencies_are_the_imported_distributions() -> None:
     extras = PROJECT["optional-dependencies"]
     declared = {
         IMPORT_NAMES.get(Requirement(text).name, Requirement(text).name)
-        for text in PROJECT["dependencies"] + extras["score"] + extras["otel"]
+        for text in PROJECT["dependencies"] + extras["score"] + extras["otel"] + extras["ray"]
     }
     assert imported - set(test_layering.FOLDERS) - sys.stdlib_module_names == declared
 

@@ -96,6 +96,34 @@ def test_bad_lines_have_a_record_of_their_own_and_the_job_goes_on(job):
     assert by_id["x30"]["line"] == 31 and by_id["long"]["line"] == 61
 
 
+def test_bad_lines_and_a_record_cut_in_half_cost_nothing(job, tmp_path, monkeypatch):
+    """500 lines with every fault of a line, a kill half-way, and half of the last record lost."""
+    good = [json.dumps(line).encode() + b"\r\n" for line in many(500)]
+    bad = {3: b'{"input"\n', 99: b'{"id": "none"}\n', 150: b"\r\n",
+           210: json.dumps({"token_ids": [5] * 600}).encode() + b"\n",
+           333: b'{"id": "r7", "input": "zero"}\n'}
+    lines = b"\xef\xbb\xbf" + b"".join(
+        bad.get(n, line) for n, line in enumerate(good)).rstrip(b"\r\n")
+    flags = ("--seed", "1", "--slots", "4")
+    assert job(lines, *flags, output="whole.jsonl")[0] == 1
+    append = batch_job.Job.append
+
+    def until_half(self, record):
+        append(self, record)
+        if self.done == 250:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batch_job.Job, "append", until_half)
+        assert job(lines, *flags)[0] == 1
+    last = sorted((tmp_path / "out.jsonl.job").glob("records-*"))[-1]
+    last.write_bytes(last.read_bytes()[:-len(last.read_bytes().splitlines()[-1]) // 2])
+    code, out, errors = job(lines, *flags)
+    assert (code, len(out), len(errors)) == (1, 495, 4)
+    assert len({r["id"] for r in out}) == 495 and [r["line"] for r in errors] == [4, 100, 211, 334]
+    assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
+
+
 def test_empty_sources_of_every_kind_have_an_answer_or_a_reason(job):
     lines = [{"input": ""}, {"input": " "}, {"input": "\n\n"}, {"token_ids": []},
              {"token_ids": [1]}, {"token_ids": [0, 0, 0]}, {"input": "zero"}]
