@@ -24,7 +24,7 @@ MAY_IMPORT = {
     },
     "tpuspec.serving": {
         "tpuspec", "tpuspec.protos", "absl", "fsspec", "google", "grpc", "grpc_health",
-        "grpc_reflection", "numpy", "prometheus_client", "sacrebleu", "tqdm",
+        "grpc_reflection", "numpy", "prometheus_client", "resvg_py", "sacrebleu", "tqdm",
     },
     "tpuspec.protos": {"google", "grpc"},
 }  # fmt: skip

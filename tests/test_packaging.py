@@ -27,6 +27,7 @@ IMPORT_NAMES = {
     "orbax-checkpoint": "orbax",
     "prometheus-client": "prometheus_client",
     "protobuf": "google",
+    "resvg-py": "resvg_py",
 }
 
 
@@ -67,7 +68,8 @@ def test_dependencies_are_the_imported_distributions() -> None:
     }
     declared = {
         IMPORT_NAMES.get(Requirement(text).name, Requirement(text).name)
-        for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["score"]
+        for extra in ("score", "png")
+        for text in PROJECT["dependencies"] + PROJECT["optional-dependencies"][extra]
     }
     assert imported - set(test_layering.FOLDERS) - sys.stdlib_module_names == declared
 
