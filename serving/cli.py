@@ -420,6 +420,9 @@ def _report_flags(parser: argparse.ArgumentParser) -> None:
                              "printed with --json; at most one of each, known by its keys")
     parser.add_argument("--output", required=True, metavar="FILE.html",
                         help="the page; it needs no other file and no network")
+    parser.add_argument("--png", metavar="DIR",
+                        help="its charts as PNG files too, light; takes pip install "
+                             "'tpuspec[png]'")
 
 
 def _prompt_flags(parser: argparse.ArgumentParser) -> None:

@@ -6,9 +6,16 @@ page says so.
 
 import argparse
 import pathlib
+import re
 from collections.abc import Callable
 
-from tpuspec.serving import report_curves, report_documents, report_figures, report_page
+from tpuspec.serving import (
+    report_curves,
+    report_documents,
+    report_figures,
+    report_page,
+    report_png,
+)
 from tpuspec.serving.report_documents import Document
 from tpuspec.serving.report_figures import Documents, LeftOutError
 from tpuspec.serving.report_svg import escape, number, table
@@ -25,12 +32,23 @@ def run(args: argparse.Namespace) -> int:
     output = pathlib.Path(args.output)
     if any(output.resolve() == pathlib.Path(path).resolve() for path in args.document):
         raise ValueError(f"output must be another file than the documents, got {args.output}")
+    if args.png is not None:
+        report_png.check_installed()
     page, left_out = make(report_documents.read(args.document))
     output.write_bytes(page.encode(errors="replace"))  # JSON can spell half a surrogate pair
     print(f"{output}: {len(_FIGURES) - len(left_out)} of {len(_FIGURES)} figures.")
     for title, why in left_out.items():
         print(f"Left out: {title}: {why}.")
+    if args.png is not None:
+        files = report_png.write(charts(page), pathlib.Path(args.png))
+        print(f"{args.png}: {', '.join(file.name for file in files)}.")
     return 0
+
+
+def charts(page: str) -> dict[str, str]:
+    """The SVG elements of a page, by their ids; what documents say is escaped in it."""
+    return {found[1]: found[0]
+            for found in re.finditer(r'<svg id="(\w+)".*?</svg>', page, re.DOTALL)}
 
 
 def make(documents: Documents) -> tuple[str, dict[str, str]]:

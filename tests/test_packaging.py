@@ -30,6 +30,7 @@ IMPORT_NAMES = {
     "opentelemetry-exporter-otlp-proto-grpc": "opentelemetry",
     "opentelemetry-sdk": "opentelemetry",
     "protobuf": "google",
+    "resvg-py": "resvg_py",
 }
 
 
@@ -71,7 +72,8 @@ def test_dependencies_are_the_imported_distributions() -> None:
     extras = PROJECT["optional-dependencies"]
     declared = {
         IMPORT_NAMES.get(Requirement(text).name, Requirement(text).name)
-        for text in PROJECT["dependencies"] + extras["score"] + extras["otel"] + extras["ray"]
+        for texts in (PROJECT["dependencies"], *map(extras.get, ("otel", "png", "ray", "score")))
+        for text in texts
     }
     assert imported - set(test_layering.FOLDERS) - sys.stdlib_module_names == declared
 

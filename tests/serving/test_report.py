@@ -8,6 +8,8 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
+import zlib
 from typing import Any
 
 import pytest
@@ -15,7 +17,14 @@ from harness import run_cli
 from report_documents_by_hand import made
 
 from tpuspec import theory
-from tpuspec.serving import report, report_curves, report_documents, report_figures, report_page
+from tpuspec.serving import (
+    report,
+    report_curves,
+    report_documents,
+    report_figures,
+    report_page,
+    report_png,
+)
 from tpuspec.serving.cli import make_parser
 
 VOID = {"meta", "input", "br"}
@@ -236,3 +245,55 @@ def test_the_script_computes_what_theory_does(measured):
         [theory.speedup(0.8, g, 0.07, setting.width(g)) for g in lengths])
     assert operations == pytest.approx([theory.operations_factor(0.8, g, 0.07) for g in lengths])
     assert best == theory.best_draft_length(0.8, 0.07, longest=16, widening=setting.width)
+
+
+def pixels(png: bytes) -> tuple[int, int, set[bytes]]:
+    """Width, height and the colours of a PNG of 8 bits and four channels."""
+    assert png[:8] == b"\x89PNG\r\n\x1a\n"
+    at, parts = 8, {}
+    while at < len(png):
+        length, kind = int.from_bytes(png[at:at + 4]), png[at + 4:at + 8]
+        parts[kind] = parts.get(kind, b"") + png[at + 8:at + 8 + length]
+        at += length + 12
+    head = parts[b"IHDR"]
+    width, height = int.from_bytes(head[:4]), int.from_bytes(head[4:8])
+    assert head[8:10] == b"\x08\x06"
+    data, rows = zlib.decompress(parts[b"IDAT"]), [bytes(4 * width)]
+    for y in range(height):
+        line = data[y * (4 * width + 1):(y + 1) * (4 * width + 1)]
+        row, above, how = bytearray(line[1:]), rows[-1], line[0]
+        for x in range(len(row) if how else 0):
+            left, up = row[x - 4] if x > 3 else 0, above[x]
+            corner = above[x - 4] if x > 3 else 0
+            near = min((left, up, corner), key=lambda one: abs(left + up - corner - one))
+            row[x] = (row[x] + (left, up, (left + up) // 2, near)[how - 1]) % 256
+        rows.append(bytes(row))
+    return width, height, {row[x:x + 4] for row in rows[1:] for x in range(0, 4 * width, 4)}
+
+
+def test_png_files_are_the_charts_of_the_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(report_png, "SCALE", 1)  # reading them takes long enough
+    args = make_parser().parse_args(["report", "--output", str(tmp_path / "report.html"),
+                                     "--png", str(tmp_path / "png"), *write(tmp_path, made())])
+    assert report.run(args) == 0
+    sizes = {"roofline0": (660, 330), "bars0": (420, 230), "tokens": (660, 330),
+             "runs": (660, 250), "gain": (660, 330)}
+    assert {path.stem for path in (tmp_path / "png").iterdir()} == set(sizes)
+    colours = {"bars0": ["1d1c1a", "a84e00"], "tokens": ["1f5fb4", "a84e00", "157351", "7442ac"]}
+    for name, of in colours.items():
+        width, height, found = pixels((tmp_path / "png" / f"{name}.png").read_bytes())
+        assert (width, height) == sizes[name]
+        for colour in ["fcfbf8", *of]:  # the paper and each kind of line
+            assert bytes.fromhex(colour + "ff") in found, (name, colour)
+    for name, size in sizes.items():
+        head = (tmp_path / "png" / f"{name}.png").read_bytes()[16:24]
+        assert (int.from_bytes(head[:4]), int.from_bytes(head[4:])) == size
+
+
+def test_png_without_resvg_is_refused_before_any_file(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    args = make_parser().parse_args(["report", "--output", str(tmp_path / "report.html"),
+                                     "--png", str(tmp_path), *write(tmp_path, made())])
+    with pytest.raises(ValueError, match=r"png needs resvg, .*: pip install 'tpuspec\[png\]'"):
+        report.run(args)
+    assert not (tmp_path / "report.html").exists()
