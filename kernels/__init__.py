@@ -8,7 +8,7 @@ from tpuspec.kernels.attention_blocks import (
     untile_heads,
 )
 from tpuspec.kernels.cross_attention import cross_attention, sharded_cross_attention
-from tpuspec.kernels.decoder_pass import decoder_pass
+from tpuspec.kernels.decoder_pass import decoder_pass, sharded_decoder_pass
 from tpuspec.kernels.decoder_scratch import check_decoder_pass
 from tpuspec.kernels.decoder_weights import DecoderWeights, bias_table
 from tpuspec.kernels.rejection_sampling import (
@@ -37,6 +37,7 @@ __all__ = [
     "rejection_sample",
     "sample_tokens",
     "sharded_cross_attention",
+    "sharded_decoder_pass",
     "sharded_rejection_sample",
     "sharded_sample_tokens",
     "sharded_verify_attention",

@@ -1,6 +1,7 @@
 """A pass of a whole T5 decoder over G positions per slot, weights read once."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -69,6 +70,27 @@ def decoder_pass(
         implementation,
         pallas=lambda: decoder_pass_pallas(*arguments, **options, interpret=interpret),
         xla=lambda: _xla(*arguments, **options),
+    )
+
+
+def sharded_decoder_pass(mesh: jax.sharding.Mesh, *, slots: str, **options: Any) -> Any:
+    """``decoder_pass`` with slots split over an axis of a mesh.
+
+    Nothing is exchanged between devices: each reads all weights, which a model that fits
+    here is small enough for, and along other axes all compute the same.
+
+    Args:
+      mesh: the devices.
+      slots: axis that splits B.
+      options: keyword arguments of ``decoder_pass``.
+    """
+    rows, cache = jax.P(slots), jax.P(None, slots)
+    return jax.shard_map(
+        functools.partial(decoder_pass, **options),
+        mesh=mesh,
+        in_specs=(rows, jax.P(), cache, cache, cache, cache, rows, rows),
+        out_specs=(rows, cache, cache),
+        check_vma=False,
     )
 
 

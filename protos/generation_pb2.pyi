@@ -321,3 +321,21 @@ class GetModelResponse(_message.Message):
     load: Load
     sampler: str
     def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., target_config_json: _Optional[str] = ..., draft_config_json: _Optional[str] = ..., eos_id: _Optional[int] = ..., limits: _Optional[_Union[Limits, _Mapping]] = ..., cost: _Optional[_Union[Cost, _Mapping]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., sampler: _Optional[str] = ...) -> None: ...
+
+class ProfileRequest(_message.Message):
+    __slots__ = ("seconds",)
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    seconds: float
+    def __init__(self, seconds: _Optional[float] = ...) -> None: ...
+
+class ProfileResponse(_message.Message):
+    __slots__ = ("directory", "seconds", "file", "data")
+    DIRECTORY_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    directory: str
+    seconds: float
+    file: str
+    data: bytes
+    def __init__(self, directory: _Optional[str] = ..., seconds: _Optional[float] = ..., file: _Optional[str] = ..., data: _Optional[bytes] = ...) -> None: ...

@@ -44,6 +44,11 @@ class GenerationStub(object):
                 request_serializer=tpuspec_dot_protos_dot_generation__pb2.GetModelRequest.SerializeToString,
                 response_deserializer=tpuspec_dot_protos_dot_generation__pb2.GetModelResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_stream(
+                '/tpuspec.v1.Generation/Profile',
+                request_serializer=tpuspec_dot_protos_dot_generation__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=tpuspec_dot_protos_dot_generation__pb2.ProfileResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServicer(object):
@@ -64,6 +69,16 @@ class GenerationServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """A profiler trace of the server's process, in xprof's format; requests go on meanwhile. The first
+        message says what was traced, those that follow are its files, piece by piece.
+        FAILED_PRECONDITION where the server has no directory for traces (`serve --profile_dir`);
+        RESOURCE_EXHAUSTED, with RetryInfo, while another trace is taken.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -76,6 +91,11 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.GetModel,
                     request_deserializer=tpuspec_dot_protos_dot_generation__pb2.GetModelRequest.FromString,
                     response_serializer=tpuspec_dot_protos_dot_generation__pb2.GetModelResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_stream_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=tpuspec_dot_protos_dot_generation__pb2.ProfileRequest.FromString,
+                    response_serializer=tpuspec_dot_protos_dot_generation__pb2.ProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -132,6 +152,33 @@ class Generation(object):
             '/tpuspec.v1.Generation/GetModel',
             tpuspec_dot_protos_dot_generation__pb2.GetModelRequest.SerializeToString,
             tpuspec_dot_protos_dot_generation__pb2.GetModelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/tpuspec.v1.Generation/Profile',
+            tpuspec_dot_protos_dot_generation__pb2.ProfileRequest.SerializeToString,
+            tpuspec_dot_protos_dot_generation__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -64,6 +64,11 @@ class GRPCInferenceServiceStub(object):
                 request_serializer=tpuspec_dot_protos_dot_open__inference__pb2.ModelConfigRequest.SerializeToString,
                 response_deserializer=tpuspec_dot_protos_dot_open__inference__pb2.ModelConfigResponse.FromString,
                 _registered_method=True)
+        self.ModelStatistics = channel.unary_unary(
+                '/inference.GRPCInferenceService/ModelStatistics',
+                request_serializer=tpuspec_dot_protos_dot_open__inference__pb2.ModelStatisticsRequest.SerializeToString,
+                response_deserializer=tpuspec_dot_protos_dot_open__inference__pb2.ModelStatisticsResponse.FromString,
+                _registered_method=True)
         self.ModelInfer = channel.unary_unary(
                 '/inference.GRPCInferenceService/ModelInfer',
                 request_serializer=tpuspec_dot_protos_dot_open__inference__pb2.ModelInferRequest.SerializeToString,
@@ -115,6 +120,13 @@ class GRPCInferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ModelStatistics(self, request, context):
+        """Sums since the start, of requests in all dialects.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ModelInfer(self, request, context):
         """The whole output at once. (Triton refuses this for models that stream.)
         """
@@ -162,6 +174,11 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
                     servicer.ModelConfig,
                     request_deserializer=tpuspec_dot_protos_dot_open__inference__pb2.ModelConfigRequest.FromString,
                     response_serializer=tpuspec_dot_protos_dot_open__inference__pb2.ModelConfigResponse.SerializeToString,
+            ),
+            'ModelStatistics': grpc.unary_unary_rpc_method_handler(
+                    servicer.ModelStatistics,
+                    request_deserializer=tpuspec_dot_protos_dot_open__inference__pb2.ModelStatisticsRequest.FromString,
+                    response_serializer=tpuspec_dot_protos_dot_open__inference__pb2.ModelStatisticsResponse.SerializeToString,
             ),
             'ModelInfer': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelInfer,
@@ -336,6 +353,33 @@ class GRPCInferenceService(object):
             '/inference.GRPCInferenceService/ModelConfig',
             tpuspec_dot_protos_dot_open__inference__pb2.ModelConfigRequest.SerializeToString,
             tpuspec_dot_protos_dot_open__inference__pb2.ModelConfigResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ModelStatistics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.GRPCInferenceService/ModelStatistics',
+            tpuspec_dot_protos_dot_open__inference__pb2.ModelStatisticsRequest.SerializeToString,
+            tpuspec_dot_protos_dot_open__inference__pb2.ModelStatisticsResponse.FromString,
             options,
             channel_credentials,
             insecure,

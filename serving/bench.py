@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import inspect
 import json
+import pathlib
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ import tqdm
 
 from tpuspec.measurement import SpeculationStats
 from tpuspec.protos import generation_pb2 as pb
+from tpuspec.serving import bench_plot
 from tpuspec.serving.client import Client, make_request
 from tpuspec.serving.generate import client_security
 from tpuspec.serving.records import Failure, read_rows
@@ -75,8 +77,13 @@ class Objective:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 1 if a request failed for another reason than a full queue."""
+    plot = None if args.plot is None else pathlib.Path(args.plot)
+    if plot is not None and not plot.parent.is_dir():  # said before minutes are spent
+        raise ValueError(f"plot must lie in a directory that there is, got {plot}")
     document = asyncio.run(measure(args))
     print(json.dumps(document, indent=1) if args.json else _table(document))
+    if plot is not None:
+        plot.write_text(bench_plot.page(document), encoding="utf-8")
     failed = {code for row in document["rows"] for code in row["statuses"]}
     return int(bool(failed - {"OK", "RESOURCE_EXHAUSTED"}))
 

@@ -94,6 +94,7 @@ def make_parser() -> argparse.ArgumentParser:
              _bench_flags),
             ("top", "slots, acceptance, cost and throughput of a running server, live",
              _top_flags),
+            ("profile", "take a profiler trace of a running server", _profile_flags),
             ("convert", "make a checkpoint of what Hugging Face or T5X saved, or of a checkpoint",
              _convert_flags),
             ("inspect", "say what a checkpoint is, and what it can be a pair with",
@@ -111,6 +112,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _serve_flags(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = ("Where OpenTelemetry is installed (pip install 'tpuspec[otel]') and "
+                     "OTEL_EXPORTER_OTLP_ENDPOINT names a collector, a span of every request "
+                     "goes there.")
     _model_flags(parser)
     _sampler_flag(parser)
     parser.add_argument("--host", default="localhost",
@@ -137,6 +141,9 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft_length", type=_integer_or_auto, default=_SHAPES.draft_length,
                         metavar="N|auto", help="of requests that name none; auto chooses before "
                         "every target run, by what was accepted and how long runs take")
+    parser.add_argument("--ngram_drafts", action="store_true",
+                        help="look drafts up in source and output: what followed the last tokens "
+                             "before. Beside a draft model with auto alone, which chooses")
     parser.add_argument("--grace_seconds", type=float, default=30.0,
                         help="for running requests after SIGTERM")
     _certificate_flags(parser, "of the server, PEM; turns TLS on")
@@ -150,6 +157,9 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--jetstream_truncate", action="store_true",
                         help="in JetStream's dialect cut token ids and max_tokens that are beyond "
                              "the limits: its benchmark repeats refused requests for ever")
+    parser.add_argument("--profile_dir", metavar="DIR",
+                        help="clients may have the server traced; traces are kept here. Without "
+                             "it they may not")
     parser.add_argument("--log_json", action="store_true",
                         help="log JSON, an object a line")
 
@@ -255,6 +265,9 @@ def _bench_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--token_ms", type=_number(0.0),
                         help="goodput: the later ones must, on average")
     parser.add_argument("--seed", type=_integer(0), default=0, help="of the times")
+    parser.add_argument("--plot", metavar="FILE.html",
+                        help="draw throughput, goodput, times and speed-up by rate, too: a page "
+                             "that needs no other file")
     parser.add_argument("--json", action="store_true", help="one JSON document")
 
 
@@ -265,6 +278,16 @@ def _top_flags(parser: argparse.ArgumentParser) -> None:
                         help="between two looks, which rates are taken from")
     parser.add_argument("--once", action="store_true", help="show it once, after an interval")
     parser.add_argument("--json", action="store_true", help="one JSON document, with --once")
+
+
+def _profile_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--server", required=True, metavar="HOST:PORT",
+                        help="one that was started with --profile_dir")
+    _client_flags(parser)
+    parser.add_argument("--seconds", type=_number(0.1), default=3.0, help="to trace for")
+    parser.add_argument("--output", required=True, metavar="DIR",
+                        help="on this machine; xprof --logdir DIR shows what is in it")
+    parser.add_argument("--json", action="store_true", help="what came, as one JSON document")
 
 
 def _demo_flags(parser: argparse.ArgumentParser) -> None:
@@ -434,6 +457,9 @@ def _compile_flags(parser: argparse.ArgumentParser) -> None:
                              "not given")
     parser.add_argument("--json", action="store_true",
                         help="one JSON document; a list of them with --all")
+    parser.add_argument("--cache_dir", metavar="DIR",
+                        help="keep the programs here, as JAX_COMPILATION_CACHE_DIR of a server "
+                             "on such a host; the target must be a checkpoint")
 
 
 def _client_flags(parser: argparse.ArgumentParser) -> None:

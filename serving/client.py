@@ -131,6 +131,20 @@ class Client:
         finally:
             call.cancel()
 
+    async def profile(self, seconds: float) -> AsyncGenerator[pb.ProfileResponse]:
+        """Has the server traced and streams the trace; leaving early ends it.
+
+        Raises:
+          grpc.aio.AioRpcError: the server's status.
+        """
+        _Process.check()
+        call = self._stub.Profile(pb.ProfileRequest(seconds=seconds), metadata=self._metadata)
+        try:
+            async for response in call:
+                yield response
+        finally:
+            call.cancel()
+
     async def get_model(self, *, timeout: float | None = 10.0) -> pb.GetModelResponse:
         _Process.check()
         return await self._stub.GetModel(pb.GetModelRequest(), timeout=timeout,

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import sys
+import warnings
 from typing import TYPE_CHECKING
 
 import tqdm
@@ -28,8 +29,12 @@ tools/kernel_report.py finds them; launches, and options of requests, are left o
 def run(args: argparse.Namespace) -> int:
     """Exit code 1 if a pair does not fit."""
     platform.prepare_compiler()
-    target = _configuration(args.target)
-    draft = None if args.draft == "none" else _configuration(args.draft)
+    _keep_programs(args.cache_dir)
+    target, vocabulary_size = _model(args.target)
+    draft = None if args.draft == "none" else _model(args.draft)[0]
+    if args.cache_dir is not None and vocabulary_size is None:
+        raise ValueError("target must be a checkpoint with its vocabulary for cache_dir, got "
+                         f"{args.target}: programs depend on the vocabulary's size")
     dtype = args.dtype
     if dtype == "int8":
         target = dataclasses.replace(target, quantization=Quantization.INT8)
@@ -60,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
 
             found = program_report.report(
                 topology, target, draft, config, dtype=dtype, progress=progress,
-                mesh_shape=args.mesh or (1, topology.num_chips))
+                mesh_shape=args.mesh or (1, topology.num_chips),
+                vocabulary_size=vocabulary_size)
         reports.append(found)
         if not args.json:
             print(_text(found, args) + "\n", flush=True)
@@ -70,16 +76,44 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(documents if args.all else documents[0], indent=1))
     else:
         print(ASSUMED)
+    if args.cache_dir is not None:
+        print("The programs are kept for such a host's\n  " + _served(args, config),
+              file=sys.stderr)
     return 0 if all(found.fits for found in reports) else 1
 
 
-def _configuration(model: str) -> T5Config:
-    """Of a public size, or of a checkpoint of any layout; its weights are not read."""
-    if model in PRESETS or not os.path.isdir(model):
-        return preset(model)
+def _keep_programs(cache_dir: str | None) -> None:
+    """In JAX's own cache, by the keys that a TPU's process asks for; before JAX is imported."""
+    os.environ.pop("JAX_COMPILATION_CACHE_DIR", None)
+    if cache_dir is None:
+        return
+    os.environ |= {"JAX_COMPILATION_CACHE_DIR": os.path.abspath(cache_dir),
+                   "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    # What is there already cannot be loaded without a TPU: it is compiled and written again.
+    warnings.filterwarnings("ignore", "Error reading persistent compilation cache entry")
+
+
+def _served(args: argparse.Namespace, config: EngineConfig) -> str:
+    """The command whose programs these are."""
+    dtype = "" if args.dtype == "bfloat16" else f" --dtype {args.dtype}"
+    mesh = "" if args.mesh is None else f" --mesh {','.join(map(str, args.mesh))}"
+    draft = "" if args.draft == "none" else f" --draft {args.draft}"
+    lengths = ",".join(map(str, config.draft_lengths))
+    return (f"JAX_COMPILATION_CACHE_DIR={args.cache_dir} tpuspec serve --target {args.target}"
+            f"{draft} --slots {config.slots} --source_buckets {args.source} "
+            f"--max_target_length {config.max_target_length} --draft_lengths {lengths} "
+            f"--draft_length {config.draft_length}{dtype}{mesh}")
+
+
+def _model(name: str) -> tuple[T5Config, int | None]:
+    """A public size, or a checkpoint of any layout, whose weights are not read; with the ids
+    that its vocabulary has, if it has one."""
+    if name in PRESETS or not os.path.isdir(name):
+        return preset(name), None
     from tpuspec import model_sources
 
-    return model_sources.describe(model).config
+    found = model_sources.describe(name)
+    return found.config, None if found.vocabulary is None else found.vocabulary.size
 
 
 def _text(found: "ProgramReport", args: argparse.Namespace) -> str:
@@ -101,6 +135,9 @@ def _text(found: "ProgramReport", args: argparse.Namespace) -> str:
         f"{(found.total_bytes - found.weight_bytes - found.cache_bytes) / gib:.2f} GiB = "
         f"{found.total_bytes / gib:.2f} of {found.hbm_bytes / gib:.2f} GiB: "
         f"{'fits' if found.fits else 'DOES NOT FIT'}.")
+    lines.append("Slots that would fit, by length of source and output (the program's own memory "
+                 "taken as here): " + ", ".join(
+                     f"{length}: {slots}" for length, slots in found.slots_that_fit.items()) + ".")
     if found.c is not None:
         widest = max(found.widening)
         lines.append(f"c = {found.c:.4f}; T({widest + 1})/T(1) = {found.widening[widest]:.3f}. "

@@ -39,6 +39,25 @@ class Load:
 
 
 @dataclasses.dataclass(frozen=True)
+class Totals:
+    """Sums since the start; seconds count from acceptance.
+
+    Attributes:
+      steps: launched.
+      queue: seconds in the queue, of requests that finished.
+      finished: seconds to the end, of the same.
+      lost: the same of requests that were cancelled or failed.
+      last: when the last one finished, in seconds since 1970; 0 is never.
+    """
+
+    steps: int = 0
+    queue: float = 0.0
+    finished: float = 0.0
+    lost: float = 0.0
+    last: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
 class _InFlight:
     """A launched step and whom it was launched for."""
 
@@ -78,6 +97,7 @@ class EngineLoop:
         self._scheduler: Scheduler[Ticket] = Scheduler(
             slots=engine.config.slots, queue_limit=queue_limit, queue_tokens=queue_tokens)
         self._load = Load()
+        self._totals = Totals()
         self._slot_seconds = 1.0  # of recent requests, on average
         self._stopping = False
         self._closed: RequestError | None = None  # what new requests are refused with
@@ -137,6 +157,7 @@ class EngineLoop:
                 if self._scheduler.cancel(ticket) and waiting:
                     ticket.done = True
                     self._count(cancelled=1)
+                    self._add(lost=ticket.age(self.clock()))
             self._changed.notify()
 
     @property
@@ -152,6 +173,11 @@ class EngineLoop:
                 self._load, active_slots=len(self._scheduler.running),
                 queued=len(self._scheduler.waiting),
                 queued_tokens=sum(ticket.tokens for ticket in self._scheduler.waiting))
+
+    @property
+    def totals(self) -> Totals:
+        with self._changed:
+            return self._totals
 
     # ---- the loop's thread ---------------------------------------------------
 
@@ -200,6 +226,7 @@ class EngineLoop:
                 self._insert(slot, ticket)
         with self._changed:
             running = self._scheduler.running
+            self._add(steps=int(bool(running)))
         if not running:
             return None
         return _InFlight(self.engine.step(), running)
@@ -244,6 +271,8 @@ class EngineLoop:
             timings = chunk.finish.timings
             with self._changed:
                 self._count(finished=1)
+                self._add(queue=timings.queue, finished=timings.total)
+                self._totals = dataclasses.replace(self._totals, last=time.time())
                 self._slot_seconds += 0.1 * (timings.total - timings.queue - self._slot_seconds)
         ticket.stream.put(chunk)
 
@@ -263,6 +292,7 @@ class EngineLoop:
                     one.done = True
                     self._scheduler.cancel(one)
                     self._count(**{"cancelled" if gone else "failed": 1})
+                    self._add(lost=one.age(self.clock()))
         ticket.stream.fail(error)
 
     def _close(self, error: RequestError) -> None:
@@ -275,3 +305,7 @@ class EngineLoop:
     def _count(self, **more: int) -> None:
         self._load = dataclasses.replace(self._load, **{
             name: getattr(self._load, name) + count for name, count in more.items()})
+
+    def _add(self, **more: float) -> None:
+        self._totals = dataclasses.replace(self._totals, **{
+            name: getattr(self._totals, name) + value for name, value in more.items()})

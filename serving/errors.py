@@ -10,6 +10,7 @@ class ErrorCode(enum.Enum):
     INVALID_ARGUMENT = enum.auto()
     NOT_FOUND = enum.auto()
     RESOURCE_EXHAUSTED = enum.auto()
+    FAILED_PRECONDITION = enum.auto()
     DEADLINE_EXCEEDED = enum.auto()
     CANCELLED = enum.auto()
     UNAVAILABLE = enum.auto()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 from collections.abc import AsyncGenerator, Iterator
 from typing import NoReturn
 
@@ -14,6 +15,7 @@ from tpuspec.serving import request_log, unknown_fields
 from tpuspec.serving.error_details import trailers
 from tpuspec.serving.errors import ErrorCode, RequestError
 from tpuspec.serving.service import GenerationService
+from tpuspec.serving.spans import Spans
 
 SHUTTING_DOWN = "the server is shutting down"
 
@@ -27,8 +29,9 @@ class Front:
       drains: set when no new request is taken any more.
     """
 
-    def __init__(self, service: GenerationService):
+    def __init__(self, service: GenerationService, spans: Spans | None = None):
         self.service = service
+        self._spans = spans
         self.active = 0
         self.drains = asyncio.Event()
 
@@ -50,12 +53,16 @@ class Front:
             self.active -= 1
 
     async def responses(self, request: pb.GenerateRequest, timeout: float | None,
+                        context: grpc.aio.ServicerContext,
                         ) -> AsyncGenerator[pb.GenerateResponse]:
-        """As ``GenerationService.generate``, refused while draining; its end is logged."""
+        """As ``GenerationService.generate``, refused while draining; its end is logged, and a
+        span of it belongs to the trace that the call is part of."""
         if self.draining:
             raise RequestError(ErrorCode.UNAVAILABLE, SHUTTING_DOWN)
         unknown_fields.refuse(request)
-        with request_log.of(request) as log:
+        ended = None if self._spans is None else functools.partial(
+            self._spans.record, tuple(context.invocation_metadata() or ()))
+        with request_log.of(request, ended) as log:
             async with contextlib.aclosing(self.service.generate(request, timeout)) as responses:
                 async for response in responses:
                     log.saw(response)

@@ -10,6 +10,7 @@ import numpy as np
 from tpuspec.protos import generation_pb2 as pb
 from tpuspec.protos import open_inference_pb2 as oip
 from tpuspec.serving import named_options
+from tpuspec.serving.inference_model import LEVELS, MIDDLE_LEVEL
 
 OUTPUTS = ("text_output", "token_ids", "finish_reason")
 _PREFIX = "parameters."
@@ -56,8 +57,8 @@ def asked(request: oip.ModelInferRequest) -> Asked:
                 timeout = 1e-6 * value or None
             case "max_new_tokens":
                 raise ValueError(f"{_PREFIX}{name} is not an option: max_tokens is")
-            case "priority":  # Triton's: the lowest number goes first, and 0 is none
-                raise ValueError(f"{_PREFIX}{name} is not an option of this server")
+            case "priority":
+                message.priority = _priority(value)
             case _:
                 option = "max_new_tokens" if name == "max_tokens" else name
                 try:
@@ -66,6 +67,13 @@ def asked(request: oip.ModelInferRequest) -> Asked:
                     raise ValueError(_PREFIX + name + str(error).removeprefix(option)) from None
     return Asked(message=message, timeout=timeout, empty_final=empty_final,
                  outputs=_outputs(request))
+
+
+def _priority(level: named_options.Value) -> int:
+    """Triton's level as ours: the lowest number goes first, and 0 is the middle."""
+    if isinstance(level, bool) or not isinstance(level, int) or not 0 <= level <= LEVELS:
+        raise ValueError(f"{_PREFIX}priority must be an integer in [0, {LEVELS}]")
+    return MIDDLE_LEVEL - (level or MIDDLE_LEVEL)
 
 
 def _value(name: str, parameter: oip.InferParameter) -> named_options.Value:

@@ -1,5 +1,6 @@
 """The little that serving needs of an engine and a vocabulary, so that tests can fake both."""
 
+import pathlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -53,3 +54,11 @@ class Vocabulary(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
     def detokenizer(self) -> Detokenizer: ...
+
+
+class Tracer(Protocol):
+    """See ``tpuspec.profiling.Profiler``; calls may take seconds and are made one at a time."""
+
+    def start(self) -> pathlib.Path: ...
+
+    def stop(self) -> None: ...

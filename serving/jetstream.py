@@ -15,7 +15,7 @@ from tpuspec.serving.front import Front
 _PREFIX = "x-tpuspec-"  # of metadata that name options
 _NAMES = {
     **named_options.names(_PREFIX), "source": "content", "text": "text_content.text",
-    "token_ids": "token_content.token_ids", "max_new_tokens": "max_tokens"}
+    "token_ids": "token_content.token_ids", "max_new_tokens": "max_tokens", "n": "num_samples"}
 
 
 class OrchestratorServicer(jetstream_pb2_grpc.OrchestratorServicer):
@@ -44,10 +44,11 @@ class OrchestratorServicer(jetstream_pb2_grpc.OrchestratorServicer):
         has_text = request.HasField("text_content")
         message = self._request(request, context)
         try:
-            responses = self._front.responses(message, context.time_remaining())
+            responses = self._front.responses(message, context.time_remaining(), context)
             async with contextlib.aclosing(responses):
                 async for response in responses:
-                    yield to_response(response, has_text=has_text)
+                    yield to_response(response, samples=request.num_samples or 1,
+                                      has_text=has_text)
         except RequestError as error:
             raise error.renamed(_NAMES) from None
 
@@ -66,8 +67,6 @@ class OrchestratorServicer(jetstream_pb2_grpc.OrchestratorServicer):
 
 def to_request(request: jet.DecodeRequest, metadata: dict[str, str | bytes]) -> pb.GenerateRequest:
     """Raises ValueError on what this server does not have."""
-    if request.num_samples not in (0, 1):
-        raise ValueError(f"num_samples must be 0 or 1, got {request.num_samples}")
     if request.lora_adapter_id:
         raise ValueError("lora_adapter_id must be empty: this server has no adapters")
     message = pb.GenerateRequest()
@@ -83,6 +82,8 @@ def to_request(request: jet.DecodeRequest, metadata: dict[str, str | bytes]) -> 
             pass  # the door says what is missing
     if request.max_tokens != 0:
         message.max_new_tokens = request.max_tokens
+    if request.num_samples != 0:
+        message.n = request.num_samples
     for key, value in metadata.items():
         if key.startswith(_PREFIX):
             name = key.removeprefix(_PREFIX)
@@ -96,12 +97,17 @@ def to_request(request: jet.DecodeRequest, metadata: dict[str, str | bytes]) -> 
     return message
 
 
-def to_response(response: pb.GenerateResponse, *, has_text: bool) -> jet.DecodeResponse:
-    """One sample, whose ids are the response's; text only for those who sent text."""
-    sample = jet.DecodeResponse.StreamContent.Sample(
-        text=response.text if has_text else "", token_ids=[token.id for token in response.tokens])
-    return jet.DecodeResponse(
-        stream_content=jet.DecodeResponse.StreamContent(samples=[sample]))
+def to_response(response: pb.GenerateResponse, *, samples: int, has_text: bool,
+                ) -> jet.DecodeResponse:
+    """A place for each sample, as clients find them by it; of these one is not empty, that of the
+    response, with its ids, and its text for those who sent text."""
+    content = jet.DecodeResponse.StreamContent(
+        samples=[jet.DecodeResponse.StreamContent.Sample() for _ in range(samples)])
+    sample = content.samples[response.index]
+    sample.token_ids.extend(token.id for token in response.tokens)
+    if has_text:
+        sample.text = response.text
+    return jet.DecodeResponse(stream_content=content)
 
 
 def _cut(message: pb.GenerateRequest, model: pb.GetModelResponse) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tpuspec import theory
+from tpuspec import acceptance_figures, theory
 from tpuspec.config import EngineConfig
 from tpuspec.estimates import Estimate, bootstrap, clipped, mean_by_blocks
 from tpuspec.measurement import CostReport, SpeculationStats
@@ -31,6 +31,7 @@ class Runs:
         shape = (prompts, repeats)
         self.tokens = np.zeros(shape)  # all of them
         self.decode_tokens = np.zeros(shape)  # after those of the first step
+        self.decode_steps = np.zeros(shape)
         self.decode_seconds = np.zeros(shape)
         self.first_seconds = np.zeros(shape)
         self.seconds = np.zeros(shape)
@@ -44,6 +45,12 @@ class Runs:
     def whole_rate(self, chosen: np.ndarray) -> float:
         """The same of whole requests, encoder and all."""
         return float(np.median(self.tokens[chosen].sum(0) / self.seconds[chosen].sum(0)))
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a step after the first, the host's part included: the median over repeats."""
+        steps, seconds = self.decode_steps.sum(0), self.decode_seconds.sum(0)
+        return float(np.median(seconds / steps)) if (steps > 0).all() else math.nan
 
     @property
     def total(self) -> SpeculationStats:
@@ -108,6 +115,7 @@ def run(engine: BatchEngine, sources: Sequence[prompts.Prompt], lengths: Sequenc
                 of, at, times = found[length], (number, repeat), answer.finish.timings
                 of.tokens[at] = len(answer.token_ids)
                 of.decode_tokens[at] = answer.finish.decode_tokens
+                of.decode_steps[at] = answer.stats.steps - 1
                 of.decode_seconds[at] = times.decode
                 of.first_seconds[at] = times.first_token
                 of.seconds[at] = times.total
@@ -144,18 +152,27 @@ def row(temperature: float, gamma: int, plain: Runs, speculative: Runs, cost: Co
     observed = bootstrap(lambda chosen: speculative.rate(chosen) / plain.rate(chosen), blocks)
     whole = bootstrap(lambda chosen: speculative.whole_rate(chosen) / plain.whole_rate(chosen),
                       blocks)
-    predicted = by_steps = None
+    predicted = by_steps = tokens_expected = step_expected = with_ends = None
     if alpha is not None and c is not None:
         predicted = theory.speedup(alpha.value, gamma, c, widening)
+        # Its two parts: each stands beside what the runs did.
+        tokens_expected = theory.expected_tokens(alpha.value, gamma)
+        step_expected = gamma * c + widening
+        with_ends = _tokens_of_a_step(speculative.tokens, alpha.value, gamma) / step_expected
     if total.tokens_per_target_run is not None:
         by_steps = total.tokens_per_target_run * cost.step_ms[0] / cost.step_ms[gamma]
     figures: dict[str, Any] = {"temperature": temperature, "gamma": gamma}
     for name, estimate in (rates | {"observed_speedup": observed}).items():
         figures |= estimate.to_json(name)
     figures |= {
-        "predicted_speedup": predicted, "predicted_by_step_times": by_steps,
+        "predicted_speedup": predicted, "predicted_speedup_with_ends": with_ends,
+        "predicted_by_step_times": by_steps,
         **(alpha.to_json("alpha") if alpha is not None else {"alpha": None}),
         "c": c, "widening": widening, "tokens_per_target_run": total.tokens_per_target_run,
+        "predicted_tokens_per_target_run": tokens_expected,
+        "plain_steps_per_step": speculative.step_seconds / plain.step_seconds,
+        "timed_plain_steps_per_step": cost.step_ms[gamma] / cost.step_ms[0],
+        "predicted_plain_steps_per_step": step_expected,
         **whole.to_json("whole_request_speedup"),
         "plain_first_token_ms": 1e3 * float(np.median(plain.first_seconds)),
         "speculative_first_token_ms": 1e3 * float(np.median(speculative.first_seconds)),
@@ -163,6 +180,21 @@ def row(temperature: float, gamma: int, plain: Runs, speculative: Runs, cost: Co
         "slowest_over_fastest_of_identical_requests": {
             "plain": _identical(plain), "speculative": _identical(speculative)}}
     return figures
+
+
+def _tokens_of_a_step(lengths: np.ndarray, alpha: float, gamma: int) -> float:
+    """Eq. (1) for steps after the first of outputs that end: their last steps are cut short,
+    which costs a short output much. NaN if none has a second step.
+
+    Args:
+      lengths: tokens of each output.
+    """
+    tokens = steps = 0.0
+    for length, count in zip(*np.unique(lengths, return_counts=True), strict=True):
+        runs = acceptance_figures.target_runs(np.full(int(length), alpha), gamma)
+        steps += count * (runs - 1)
+        tokens += count * (length - theory.expected_tokens(alpha, min(gamma, int(length) - 1)))
+    return tokens / steps if steps > 1e-9 else math.nan
 
 
 def spread(values: np.ndarray) -> dict[str, float]:
@@ -189,21 +221,34 @@ def text(document: dict[str, Any]) -> str:
              f"{document['dtype']}, one request at a time: {document['prompts']} prompts, "
              f"{document['repeats']} repeats, in turns.",
              f"{'temp.':>5} {'gamma':>5} {'alpha':<21} {'c':>6} {'widening':>8} "
-             f"{'plain tok/s':>11} {'spec. tok/s':>11} {'expected':>8} {'by steps':>8} "
+             f"{'plain tok/s':>11} {'spec. tok/s':>11} {'expected':>8} {'ends':>8} {'by steps':>8} "
              f"{'observed':<22} "
              f"{'tokens/run':>10}  first token ms"]
     for one in document["rows"]:
-        expected, by_steps = one["predicted_speedup"], one["predicted_by_step_times"]
+        expected, with_ends, by_steps = (one[f"predicted_{name}"] for name in (
+            "speedup", "speedup_with_ends", "by_step_times"))
         runs = one["tokens_per_target_run"]
         lines.append(
             f"{one['temperature']:>5g} {one['gamma']:>5} {bounds(one, 'alpha'):<21} "
             f"{'-' if one['c'] is None else format(one['c'], '.3f'):>6} {one['widening']:>8.2f} "
             f"{one['plain_tokens_per_s']:>11.1f} {one['speculative_tokens_per_s']:>11.1f} "
             f"{'-' if expected is None else f'{expected:.2f}x':>8} "
+            f"{'-' if with_ends is None else f'{with_ends:.2f}x':>8} "
             f"{'-' if by_steps is None else f'{by_steps:.2f}x':>8} "
             f"{bounds(one, 'observed_speedup', '{:.2f}x'):<22} "
             f"{'-' if runs is None else format(runs, '.2f'):>10}  "
             f"{one['plain_first_token_ms']:.1f} plain, {one['speculative_first_token_ms']:.1f}")
+    lines.append("Where expected and observed part: tokens of a run, and what a step costs in "
+                 "plain steps:")
+    for one in document["rows"]:
+        if one["predicted_speedup"] is not None:
+            lines.append(
+                f"{one['temperature']:>5g} {one['gamma']:>5} "
+                f"{one['tokens_per_target_run']:.2f} tokens, by Eq. (1) "
+                f"{one['predicted_tokens_per_target_run']:.2f}; "
+                f"{one['plain_steps_per_step']:.2f} plain steps in these runs, "
+                f"{one['timed_plain_steps_per_step']:.2f} as timed apart, gamma c + widening "
+                f"{one['predicted_plain_steps_per_step']:.2f}")
     lines.append("Whole requests, and how much they differ:")
     for one in document["rows"]:
         gains, same = one["speedup_of_requests"], one["slowest_over_fastest_of_identical_requests"]
@@ -212,7 +257,8 @@ def text(document: dict[str, Any]) -> str:
             f"from {gains['least']:.2f}x to {gains['most']:.2f}x (half of them above "
             f"{gains['median']:.2f}x); the slowest of {document['repeats']} identical requests "
             f"takes {same['speculative']:.2f} times the fastest ({same['plain']:.2f} plain)")
-    lines.append("expected: Eq. (5) with the alpha, c and widening beside it; by steps: the "
+    lines.append("expected: Eq. (5) with the alpha, c and widening beside it; ends: the same for "
+                 "outputs as long as these, whose ends cut steps short; by steps: the "
                  "tokens that a run did give, ends cut, and the time of whole steps. Intervals: "
                  "95 %, between prompts.")
     lines.append(f"c and widening: {document['cost_method']}.")

@@ -4,17 +4,20 @@ The four counters that vLLM exports of speculative decoding have its names and m
 so that dashboards and benchmarks made for it read this server; the others are our own.
 """
 
-from collections.abc import Iterator
-from typing import Protocol
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
 
 from tpuspec.measurement import SpeculationStats
 from tpuspec.serving import messages
 from tpuspec.serving.engine_loop import EngineLoop
 from tpuspec.serving.request import Request, TokenChunk
 
+HTTP_SECONDS = 10.0  # that a connection may say nothing
 MOST_LABELS = 32  # of requests, that have series of their own; the others are "other"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1)
@@ -45,7 +48,7 @@ class Metrics:
         self._plain_seconds = self._decode_seconds = 0.0
 
         def histogram(what: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-            return Histogram(f"tpuspec_{what}_seconds", text, buckets=buckets,
+            return Histogram(f"tpuspec_{what}_seconds", text, ("label",), buckets=buckets,
                              registry=self.registry)
 
         self._queue = histogram("queue", "From acceptance to a free slot.")
@@ -66,6 +69,10 @@ class Metrics:
             server, _ = start_http_server(port, host, self.registry)
         except OSError as error:
             raise OSError(f"cannot listen on {host}:{port} for metrics: {error}") from None
+        app, handler = server.get_app(), server.RequestHandlerClass
+        assert app is not None
+        server.set_app(_whatever_is_accepted(app))
+        server.RequestHandlerClass = _impatient(handler)
         return int(server.server_port)
 
     def observe(self, request: Request, chunk: TokenChunk) -> None:
@@ -82,11 +89,11 @@ class Metrics:
         if chunk.finish is None:
             return
         timings = chunk.finish.timings
-        self._queue.observe(timings.queue)
-        self._first.observe(timings.first_token)
-        self._total.observe(timings.total)
+        self._queue.labels(label).observe(timings.queue)
+        self._first.labels(label).observe(timings.first_token)
+        self._total.labels(label).observe(timings.total)
         if tokens := chunk.finish.decode_tokens:
-            self._token.observe(timings.decode / tokens)
+            self._token.labels(label).observe(timings.decode / tokens)
             cost = self._loop.engine.cost
             if cost is not None and request.draft_length != 0:
                 self._plain_seconds += 1e-3 * cost.step_ms[0] * tokens
@@ -156,3 +163,28 @@ class Metrics:
             yield GaugeMetricFamily(f"tpuspec_{what}", text, value=value)
         yield CounterMetricFamily("tpuspec_compilations", "XLA compilations of this process; "
                                   "constant once it serves.", value=engine.compilations)
+
+
+def _impatient(handler: Any) -> Any:
+    """A handler that ends connections which say nothing, each of which holds a thread."""
+    class Handler(handler):
+        timeout = HTTP_SECONDS
+
+        def handle(self) -> None:
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                super().handle()
+
+    return Handler
+
+
+def _whatever_is_accepted(app: Callable[..., Iterable[bytes]]) -> Callable[..., Iterable[bytes]]:
+    """An application that answers ``Accept`` headers in which a version is no number, too: in
+    the plain format, as where nothing is asked for."""
+    def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+        try:
+            choose_encoder(environ.get("HTTP_ACCEPT", ""))
+        except (TypeError, ValueError):
+            environ = environ | {"HTTP_ACCEPT": ""}
+        return app(environ, start_response)
+
+    return answer

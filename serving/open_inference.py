@@ -53,7 +53,7 @@ class InferenceServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
                              context: grpc.aio.ServicerContext) -> oip.ServerMetadataResponse:
         return oip.ServerMetadataResponse(
             name=PLATFORM, version=importlib.metadata.version("tpuspec"),
-            extensions=["model_configuration"])
+            extensions=["model_configuration", "statistics"])
 
     async def ModelMetadata(self, request: oip.ModelMetadataRequest,
                             context: grpc.aio.ServicerContext) -> oip.ModelMetadataResponse:
@@ -64,6 +64,13 @@ class InferenceServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
                           context: grpc.aio.ServicerContext) -> oip.ModelConfigResponse:
         await self._find(request.name, request.version, context)
         return oip.ModelConfigResponse(config=inference_model.config(self._name))
+
+    async def ModelStatistics(self, request: oip.ModelStatisticsRequest,
+                              context: grpc.aio.ServicerContext) -> oip.ModelStatisticsResponse:
+        await self._find(request.name or self._name, request.version, context)
+        service = self._front.service
+        return oip.ModelStatisticsResponse(model_stats=[inference_model.statistics(
+            self._name, service.model().load, service.totals)])
 
     async def ModelInfer(self, request: oip.ModelInferRequest,
                          context: grpc.aio.ServicerContext) -> oip.ModelInferResponse:
@@ -170,7 +177,7 @@ class InferenceServicer(open_inference_pb2_grpc.GRPCInferenceServiceServicer):
     async def _responses(self, asked: Asked, context: grpc.aio.ServicerContext,
                          ) -> AsyncGenerator[pb.GenerateResponse]:
         timeouts = [t for t in (context.time_remaining(), asked.timeout) if t is not None]
-        responses = self._front.responses(asked.message, min(timeouts, default=None))
+        responses = self._front.responses(asked.message, min(timeouts, default=None), context)
         try:
             async with contextlib.aclosing(responses):
                 async for response in responses:

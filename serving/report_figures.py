@@ -72,15 +72,9 @@ def _roofline(cost: dict[str, Any], count: int, batch: dict[str, Any]) -> str:
         Axis("milliseconds", low, high, ticks, log=True), title="Time of a target pass",
         summary=f"Measured passes of {cost['target']} at {slots} at once, beside the idealized "
                 "time of this machine and of TPU chips; the table has the numbers.")
-    # Labels of lines that end close together are spread.
     for name, _, _, _, kind in machines:
         chart.line(curves[name], kind)
-    ends = sorted(((curves[name][-1][1], name, kind) for name, *_, kind in machines), reverse=True)
-    below = -math.inf
-    for y, name, kind in ends:
-        px, py = chart.at(_WIDEST, y)
-        below = max(py + 4, below + 14)
-        chart.text(px + 6, below, name, f"label {kind}")
+    chart.labels(_WIDEST, [(curves[name][-1][1], name, kind) for name, *_, kind in machines])
     for one in passes:
         chart.dot(one["width"], one["ms"], "s1", "circle",
                   title=f"measured: {one['width']} positions, {one['ms']:.3f} ms")
@@ -134,7 +128,7 @@ def strip(documents: Documents) -> str:
     for sample in samples:
         groups = runs(sample["tokens"])
         count = len(sample["tokens"])
-        shown = "".join(
+        shown = " ".join(  # lines break between runs
             f'<span class="run" role="group" aria-label="target run {at}">'
             + "".join(_token(token) for token in group) + "</span>"
             for at, group in enumerate(groups, 1))

@@ -14,7 +14,8 @@ body { margin: 0 auto; padding: 1.5rem 1rem 4rem; max-width: 52rem; background: 
   color: var(--ink); font: 1rem/1.5 system-ui, sans-serif; }
 h1 { font-size: 1.6rem; line-height: 1.2; } h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; }
 .note, figcaption { color: var(--quiet); font-size: .9rem; }
-svg { display: block; width: 100%; height: auto; margin: .5rem 0; }
+svg { display: block; width: 100%; min-width: 32rem; height: auto; margin: .5rem 0; }
+.bars svg { min-width: 0; }
 svg text { fill: var(--ink); font-size: 12px; } svg .tick { fill: var(--quiet); font-size: 11px; }
 .middle { text-anchor: middle; } .end { text-anchor: end; }
 .grid { stroke: var(--rule); fill: none; } .line { fill: none; stroke-width: 2; }
@@ -31,9 +32,10 @@ svg .label.s1, svg .label.s2, svg .label.s3, svg .label.s4, svg .label.quiet { f
 .bar { fill-opacity: .55; } .bar.outline { fill: none; stroke: var(--s2); stroke-width: 1.5; }
 .seen { stroke: var(--ink); stroke-width: 3; }
 .bars { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 22rem), 1fr)); }
-.source { margin: 1rem 0 0; } .strip { margin: .2rem 0; line-height: 2.3; }
-.run { border: 1px solid var(--rule); border-radius: .4rem; padding: .2rem .15rem;
-  margin-right: .3rem; background: var(--panel); }
+.source { margin: 1rem 0 0; } .strip { margin: .2rem 0; }
+.run { display: inline-flex; flex-wrap: wrap; border: 1px solid var(--rule);
+  border-radius: .4rem; padding: .2rem .15rem; margin: .1rem 0; background: var(--panel);
+  align-items: center; line-height: 1.5; vertical-align: top; }
 .t { border: 1.5px solid var(--on); border-radius: .25rem; padding: .05rem .25rem;
   margin: 0 .1rem; white-space: nowrap; }
 .t i { font-style: normal; font-size: .75em; margin-right: .2em; color: var(--on); }
@@ -47,6 +49,7 @@ th, td { text-align: left; padding: .15rem .7rem .15rem 0; border-bottom: 1px so
 fieldset { border: 1px solid var(--rule); border-radius: .5rem; background: var(--panel);
   display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: .3rem 1.5rem; }
 fieldset label { display: block; } input[type=range] { width: 100%; accent-color: var(--s1); }
+fieldset button { justify-self: start; align-self: end; padding: .3rem 1rem; }
 fieldset output { font-variant-numeric: tabular-nums; }
 :focus-visible { outline: 3px solid var(--s1); outline-offset: 2px; }
 """

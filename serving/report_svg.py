@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 LEFT, RIGHT, TOP, BOTTOM = 58, 104, 14, 46  # margins; lines are labelled on the right
+_TICKS = 5  # about so many
 
 
 def escape(text: object) -> str:
@@ -40,6 +41,15 @@ def decades(low: float, high: float) -> tuple[float, float, list[float]]:
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     last = max(last, first + 1)
     return 10.0**first, 10.0**last, [10.0**i for i in range(first, last + 1)]
+
+
+def ticks(highest: float) -> list[float]:
+    """Round numbers from 0 to the first at or beyond ``highest``, for an axis from 0."""
+    if highest <= 0:
+        return [0.0, 1.0]
+    power = 10.0 ** math.floor(math.log10(highest / _TICKS))
+    step = next(power * m for m in (1, 2, 5, 10, 20) if power * m * _TICKS >= highest)
+    return [step * n for n in range(math.ceil(highest / step - 1e-9) + 1)]
 
 
 class Chart:
@@ -100,6 +110,14 @@ class Chart:
             x, y = places[-1]
             self.text(x + 6, y + 4, label, f"label {kind}")
 
+    def labels(self, x: float, of: Iterable[tuple[float, str, str]]) -> None:
+        """Beside the last points of lines, each y, text and kind; spread where they are close."""
+        below = -math.inf
+        for y, text, kind in sorted(of, reverse=True):
+            px, py = self.at(x, y)
+            below = max(py + 4, below + 14)
+            self.text(px + 9, below, text, f"label {kind}")
+
     def dot(self, x: float, y: float, kind: str, shape: str, *, title: str,
             label: str = "", across: tuple[float, float] | None = None,
             up: tuple[float, float] | None = None, name: str = "") -> None:
@@ -134,9 +152,10 @@ class Chart:
         name, right, bottom = self._name, self._right, self._height - BOTTOM
         axes = f"{self._x.low:g} {self._x.high:g} {self._y.low:g} {self._y.high:g}"
         place = f'data-plot="{LEFT} {right} {bottom} {TOP} {axes} {int(self._y.log)}"'
-        return (f'<svg id="{name}" role="img" aria-labelledby="{name}-title {name}-desc" '
+        return (f'<div class="scroll"><svg id="{name}" role="img" '
+                f'aria-labelledby="{name}-title {name}-desc" '
                 f'viewBox="0 0 {self._width} {self._height}" {place}>'
-                f"{self._head}{''.join(self._parts)}</svg>")
+                f"{self._head}{''.join(self._parts)}</svg></div>")
 
 
 def table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], name: str = "",

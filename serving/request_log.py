@@ -4,7 +4,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from absl import logging as absl_logging
@@ -16,24 +16,31 @@ _MOST_ID = 256  # characters; the door refuses longer ones, and they are logged,
 
 
 class RequestLog:
-    """What is known of one request."""
+    """What is known of one request.
+
+    Attributes:
+      began, first: when it came and when its first tokens did, or None; nanoseconds since 1970.
+    """
 
     def __init__(self, request: pb.GenerateRequest):
+        self.began = time.time_ns()
+        self.first: int | None = None
         self._request = request
         self._began = time.monotonic()
         self._last: dict[int, pb.GenerateResponse] = {}  # of every sample
 
     def saw(self, response: pb.GenerateResponse) -> None:
+        if self.first is None and response.tokens:
+            self.first = time.time_ns()
         self._last[response.index] = response
 
-    def write(self, code: str, field: str | None) -> None:
-        """
+    def fields(self, code: str, field: str | None) -> dict[str, Any]:
+        """What is said of it.
+
         Args:
           code: name of the status.
           field: which one was refused.
         """
-        if not absl_logging.level_info():
-            return
         fields: dict[str, Any] = {
             "request_id": self._request.request_id[:_MOST_ID], "code": code,
             "label": self._request.label[:_MOST_ID],
@@ -58,13 +65,20 @@ class RequestLog:
                 "queue_seconds": round(min(end.timings.queue_seconds for end in ends), 6),
                 "first_token_seconds": round(
                     min(end.timings.first_token_seconds for end in ends), 6)}
-        absl_logging.get_absl_logger().info(
-            "request %s", json.dumps(fields), extra={"fields": {"event": "request"} | fields})
+        return fields
+
+
+type Ended = Callable[[RequestLog, dict[str, Any]], None]
 
 
 @contextlib.contextmanager
-def of(request: pb.GenerateRequest) -> Iterator[RequestLog]:
-    """Logs the request's end, however it ends."""
+def of(request: pb.GenerateRequest, ended: Ended | None = None) -> Iterator[RequestLog]:
+    """Logs the request's end, however it ends.
+
+    Args:
+      request: as it came.
+      ended: called then, with what is logged.
+    """
     log = RequestLog(request)
     code, field = "CANCELLED", None
     try:
@@ -77,7 +91,12 @@ def of(request: pb.GenerateRequest) -> Iterator[RequestLog]:
         code = "UNKNOWN"  # a fault of ours, which gRPC reports by this name
         raise
     finally:
-        log.write(code, field)
+        fields = log.fields(code, field)
+        if absl_logging.level_info():
+            absl_logging.get_absl_logger().info(
+                "request %s", json.dumps(fields), extra={"fields": {"event": "request"} | fields})
+        if ended is not None:
+            ended(log, fields)
 
 
 class JsonFormatter(logging.Formatter):

@@ -15,12 +15,9 @@ from absl import logging
 
 _OPEN = "/grpc.health.v1.Health/"  # probes have no token
 _TOKEN = re.compile(rb"[A-Za-z0-9\-._~+/]+=*")  # RFC 6750
-_HANDLERS = {
-    (False, False): grpc.unary_unary_rpc_method_handler,
-    (False, True): grpc.unary_stream_rpc_method_handler,
-    (True, False): grpc.stream_unary_rpc_method_handler,
-    (True, True): grpc.stream_stream_rpc_method_handler,
-}
+# By whether responses are a stream. Of requests, so that a refusal waits for none.
+_HANDLERS = {False: grpc.stream_unary_rpc_method_handler,
+             True: grpc.stream_stream_rpc_method_handler}
 
 
 def _read(name: str, path: str) -> bytes:
@@ -173,7 +170,7 @@ class _TokenCheck(grpc.aio.ServerInterceptor):
                                 "authorization must be 'Bearer' and a token of this server")
             raise AssertionError  # abort raises
 
-        return _HANDLERS[handler.request_streaming, handler.response_streaming](refuse)
+        return _HANDLERS[handler.response_streaming](refuse)
 
     def _knows(self, details: grpc.HandlerCallDetails) -> bool:
         self._tokens.changed()

@@ -22,7 +22,7 @@ from tpuspec.protos import (
 from tpuspec.serving.channel import OPTIONS
 from tpuspec.serving.engine_loop import EngineLoop
 from tpuspec.serving.front import Front
-from tpuspec.serving.interfaces import SlotEngine, Vocabulary
+from tpuspec.serving.interfaces import SlotEngine, Tracer, Vocabulary
 from tpuspec.serving.jetstream import OrchestratorServicer
 from tpuspec.serving.malformed import MalformedCheck
 from tpuspec.serving.metrics import Metrics
@@ -30,6 +30,8 @@ from tpuspec.serving.open_inference import InferenceServicer
 from tpuspec.serving.security import PLAIN_SERVER, ServerSecurity
 from tpuspec.serving.service import GenerationService, ModelInfo
 from tpuspec.serving.servicer import GenerationServicer
+from tpuspec.serving.spans import Spans
+from tpuspec.serving.traces import Traces
 
 _NAMES = tuple(service.full_name for protos in (generation_pb2, jetstream_pb2, open_inference_pb2)
                for service in protos.DESCRIPTOR.services_by_name.values())
@@ -50,13 +52,15 @@ class Server:
     """Serves one engine on one address, in three dialects.
 
     Made, started and drained in one event loop. ``engine`` must be warmed up: the
-    port opens at once. ``metrics`` are there to be served.
+    port opens at once. ``metrics`` are there to be served. ``tracer`` takes profiler traces
+    for those who ask; None refuses them. ``spans`` is told of every request that ended.
     """
 
     def __init__(self, engine: SlotEngine, vocabulary: Vocabulary | None, info: ModelInfo, *,
                  queue_limit: int = 64, queue_tokens: int | None = None, overlap: bool = True,
                  security: ServerSecurity = PLAIN_SERVER, reflect: bool = True,
-                 jetstream_truncate: bool = False):
+                 jetstream_truncate: bool = False, tracer: Tracer | None = None,
+                 spans: Spans | None = None):
         """Raises ValueError on files of ``security`` that cannot be used."""
         self._event_loop = asyncio.get_running_loop()
         self._loop = EngineLoop(engine, vocabulary, queue_limit=queue_limit,
@@ -64,7 +68,8 @@ class Server:
                                 on_failure=self._engine_failed,
                                 on_step=lambda request, chunk: self.metrics.observe(request, chunk))
         self.metrics = Metrics(self._loop, info.name)
-        self._front = Front(GenerationService(self._loop, vocabulary, info))
+        self._front = Front(GenerationService(self._loop, vocabulary, info), spans)
+        self._traces = Traces(tracer, self._front.drains)
         self._health = health_aio.HealthServicer()
         self._credentials = security.credentials()
         self._server = grpc.aio.server(
@@ -80,7 +85,7 @@ class Server:
           OSError: the address cannot be bound.
         """
         generation_pb2_grpc.add_GenerationServicer_to_server(
-            GenerationServicer(self._front), self._server)
+            GenerationServicer(self._front, self._traces), self._server)
         jetstream_pb2_grpc.add_OrchestratorServicer_to_server(
             OrchestratorServicer(self._front, truncate=self._jetstream_truncate), self._server)
         open_inference_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(
@@ -114,6 +119,7 @@ class Server:
                and not (force is not None and force.is_set())):
             await asyncio.sleep(0.02)
         ended = await asyncio.to_thread(self._loop.stop, _JOIN_SECONDS)
+        await self._traces.close()
         # A moment for the last statuses to leave; nobody waits when all streams are done.
         await self._server.stop(1.0 if self._front.active else 0.05)
         return ended

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 from tpuspec.protos import generation_pb2 as pb
 from tpuspec.serving import messages
 from tpuspec.serving.channel import MAX_MESSAGE_BYTES
-from tpuspec.serving.engine_loop import EngineLoop
+from tpuspec.serving.engine_loop import EngineLoop, Totals
 from tpuspec.serving.errors import RequestError
 from tpuspec.serving.interfaces import Vocabulary
 from tpuspec.serving.request import Request
@@ -68,6 +68,10 @@ class GenerationService:
             return self._door.check(message, deadline)
         except ValueError as error:
             raise RequestError.of_field(error) from None
+
+    @property
+    def totals(self) -> Totals:
+        return self._loop.totals
 
     def model(self) -> pb.GetModelResponse:
         engine, load, info = self._loop.engine, self._loop.load, self._info

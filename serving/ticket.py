@@ -62,6 +62,10 @@ class Ticket:
     def tokens(self) -> int:
         return self.request.most_tokens
 
+    def age(self, now: float) -> float:
+        """Seconds since it was accepted."""
+        return now - self._submitted
+
     def admitted(self, now: float) -> None:
         self._admitted = now
 

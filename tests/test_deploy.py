@@ -74,6 +74,71 @@ def test_container_copies_what_there_is_and_starts_a_server(container):
     assert container["STOPSIGNAL"] == ["SIGTERM"] and container["USER"] != ["0"]
 
 
+SCHEMA = json.loads((ROOT / "tests/data/kubernetes_schema.json").read_text())["definitions"]
+KINDS = {"Deployment": "apps", "Service": "core", "PodDisruptionBudget": "policy",
+         "HorizontalPodAutoscaler": "autoscaling"}
+TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "integer": int,
+         "number": (int, float)}
+
+
+def fault(value: object, schema: dict, path: str = "") -> str | None:
+    """The first place where a value is not what its schema says; fields that it lacks are faults,
+    too, as Kubernetes refuses what it does not know."""
+    if "$ref" in schema:
+        return fault(value, SCHEMA[schema["$ref"]], path)
+    if "oneOf" in schema:
+        faults = [fault(value, one, path) for one in schema["oneOf"]]
+        return None if None in faults else faults[0]
+    kind = schema.get("type", "object")
+    if not isinstance(value, TYPES[kind]) or isinstance(value, bool) != (kind == "boolean"):
+        return f"{path} must be of type {kind}"
+    if value not in schema.get("enum", [value]):
+        return f"{path} must be one of {schema['enum']}"
+    if isinstance(value, list):
+        parts = [(f"{path}[{place}]", item, schema["items"]) for place, item in enumerate(value)]
+    elif isinstance(value, dict):
+        known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        missing = [name for name in schema.get("required", []) if name not in value]
+        unknown = [name for name in value if name not in known and others is False]
+        if missing or unknown:
+            return f"{path} lacks {missing}" if missing else f"{path} has unknown {unknown}"
+        parts = [(f"{path}.{name}", item, known.get(name, others))
+                 for name, item in value.items() if known.get(name, others) is not True]
+    else:
+        return None
+    return next((found for part in parts if (found := fault(part[1], part[2], part[0]))), None)
+
+
+def fault_of(manifest: dict) -> str | None:
+    version = manifest["apiVersion"].rpartition("/")[2]
+    kind = manifest["kind"]
+    return fault(manifest, SCHEMA[f"io.k8s.api.{KINDS[kind]}.{version}.{kind}"], kind)
+
+
+def test_manifests_are_what_kubernetes_takes(manifests):
+    assert set(manifests) == set(KINDS)
+    for manifest in manifests.values():
+        assert fault_of(manifest) is None
+
+
+@pytest.mark.parametrize("kind, line, broken, said", [
+    ("Deployment", "containerPort: 8500", "containerPorts: 8500",
+     "Deployment.spec.template.spec.containers[0].ports[0] lacks ['containerPort']"),
+    ("Deployment", "failureThreshold: 180", "failureTreshold: 180",
+     "Deployment.spec.template.spec.containers[0].startupProbe has unknown ['failureTreshold']"),
+    ("Deployment", "runAsNonRoot: true", "runAsNonRoot: 1",
+     "Deployment.spec.template.spec.securityContext.runAsNonRoot must be of type boolean"),
+    ("Service", "port: 9090", "port: '9090'", "Service.spec.ports[1].port must be of type integer"),
+    ("HorizontalPodAutoscaler", "maxReplicas: 4", "maxReplicas: many",
+     "HorizontalPodAutoscaler.spec.maxReplicas must be of type integer")])
+def test_a_manifest_that_kubernetes_would_refuse_is_seen(kind, line, broken, said):
+    text = (DEPLOY / "kubernetes.yaml").read_text()
+    assert line in text
+    changed = next(document for document in yaml.safe_load_all(text.replace(line, broken))
+                   if document["kind"] == kind)
+    assert fault_of(changed) == said
+
+
 def test_manifests_have_the_fields_that_their_kinds_require(manifests):
     versions = {"Deployment": "apps/v1", "Service": "v1", "PodDisruptionBudget": "policy/v1",
                 "HorizontalPodAutoscaler": "autoscaling/v2"}

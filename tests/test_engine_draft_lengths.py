@@ -8,7 +8,7 @@ from engines import Job, engine_with, run, solo
 from programmable import rand
 
 from tpuspec.config import EngineConfig
-from tpuspec.draft_lengths import DraftLengths
+from tpuspec.draft_lengths import DraftLengths, Step
 from tpuspec.engine import Engine
 from tpuspec.kernel_choice import KernelChoice
 from tpuspec.sampling import SamplingParams
@@ -38,7 +38,7 @@ class Script(DraftLengths):
 
     def choose(self, running, shortest=0):
         self.asked.append(max(self.lengths.pop(0), shortest))
-        return self.asked[-1]
+        return Step(self.asked[-1])
 
 
 def scripted(target, draft, seed: int):

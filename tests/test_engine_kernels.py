@@ -26,6 +26,8 @@ JOBS = [Job(source=[5, 9, 7, 1], eos_ids=(), max_new_tokens=8, draft_length=2),
         Job(source=[30, 4, 1], eos_ids=(), max_new_tokens=6, draft_length=0, start=5,
             decoder_prompt=(7, 8),
             sampling=SamplingParams(repetition_penalty=1.5, allowed_ids=tuple(range(3, 30))))]
+LENIENT = [dataclasses.replace(JOBS[0], source=[7, 9, 1], seed=4, sampling=SamplingParams(
+    temperature=temperature, lenience=0.01)) for temperature in (0.0, 1.5)]
 
 
 def pair(**shape):
@@ -35,7 +37,8 @@ def pair(**shape):
 
 def ids(engine: Engine) -> list[list[int]]:
     engine.compile()
-    return [result.ids for result in run(engine, JOBS, slots=[0, 1, 0])]
+    return [result.ids for result in run(engine, JOBS, slots=[0, 1, 0])
+            + run(engine, LENIENT)]
 
 
 @pytest.mark.parametrize(("shape", "fused"), [
@@ -45,7 +48,12 @@ def ids(engine: Engine) -> list[list[int]]:
 def test_interpreted_kernels_give_the_ids_of_xla(shape, fused):
     target, draft = pair(**shape)
     one_bucket = dataclasses.replace(CONFIG, source_buckets=(8,))
-    plain = ids(Engine(target, draft, one_bucket, vocabulary_size=48))
+    engine = Engine(target, draft, one_bucket, vocabulary_size=48)
+    plain = ids(engine)
+    strict = [dataclasses.replace(job, sampling=dataclasses.replace(job.sampling, lenience=1.0))
+              for job in LENIENT]
+    for one, lenient in zip(run(engine, strict), plain[-2:], strict=True):
+        assert one.ids != lenient  # lenience is at work
     kernels = KernelChoice(implementation="pallas", interpret=True)
     engine = Engine(target, draft, CONFIG, vocabulary_size=48, kernels=kernels)
     cache = (2, shape["num_heads"] // 2, 128, 128)
@@ -79,10 +87,18 @@ def test_logits_that_the_kernels_do_not_take_are_left_to_xla():
 
 
 @pytest.mark.slow
-def test_interpreted_kernels_on_a_mesh():
-    target, draft = pair(num_heads=4)
+@pytest.mark.parametrize(("shape", "fused"), [
+    (dict(num_heads=4), False), (dict(num_heads=4, d_model=128), True)])
+def test_interpreted_kernels_on_a_mesh(shape, fused):
+    target, draft = pair(**shape)
     plain = ids(Engine(target, draft, CONFIG, vocabulary_size=48))
     mesh = mesh_lib.make_mesh(2, 2)
     kernels = KernelChoice(implementation="pallas", interpret=True, mesh=mesh)
-    assert ids(Engine(target, draft, CONFIG, vocabulary_size=48, mesh=mesh,
-                      kernels=kernels)) == plain
+    engine = Engine(target, draft, CONFIG, vocabulary_size=48, mesh=mesh, kernels=kernels)
+    # Every device has the whole of a draft whose pass is one kernel, and some of the slots.
+    cache = engine._state.draft_cache.self_k[0]
+    assert cache.sharding.shard_shape(cache.shape) == (
+        (1, 1, 2, 128, 128) if fused else (1, 1, 128, 128))
+    if fused:
+        assert all(weight.sharding.is_fully_replicated for weight in engine._weights[1])
+    assert ids(engine) == plain

@@ -70,27 +70,32 @@ def warped(table: np.ndarray, temperature: float, top_k: int, top_p: float,
 
 @functools.cache
 def runner(draft_length: int, batch: int, groups: int, sampler: Sampler = Sampler.REJECTION):
-    """(target params, draft params, slots) -> tokens and their places in the block of
-    the step they came from, both [groups * batch, LENGTH]; 0 after an end id."""
+    """(target params, draft params, slots, sources to look up drafts in, slots that do) ->
+    tokens and their places in the block of the step they came from, both
+    [groups * batch, LENGTH]; 0 after an end id."""
     graph = nnx.split(chain(P_CHAIN))[0]
 
     @jax.jit
-    def run(target_params, draft_params, slots):
-        target, draft = nnx.merge(graph, target_params), nnx.merge(graph, draft_params)
+    def run(target_params, draft_params, slots, source_BS=None, looking_up_B=None):
+        target = nnx.merge(graph, target_params)
+        draft = None if draft_params is None else nnx.merge(graph, draft_params)
+        positions = LENGTH * 10 + 10
 
         def cache():
-            return DecoderCache.zeros(CONFIG, slots=batch, positions=LENGTH * 10 + 10,
+            return DecoderCache.zeros(CONFIG, slots=batch, positions=positions,
                                       source_positions=1, dtype=jnp.float32)
 
         def group(number):
             seeds = jnp.stack([jnp.full(batch, number, jnp.uint32),
                                jnp.arange(batch, dtype=jnp.uint32)], axis=1)
-            state = DecodeState(slots=dataclasses.replace(slots, seed_B2=seeds),
-                                target_cache=cache(), draft_cache=cache())
+            state = DecodeState(
+                slots=dataclasses.replace(slots, seed_B2=seeds), target_cache=cache(),
+                draft_cache=None if draft is None else cache(), source_BS=source_BS,
+                history_BT=None if source_BS is None else jnp.zeros((batch, positions), jnp.int32))
 
             def turn(carry, _):
                 state, out, filled = carry
-                state, output = step(target, draft, state, draft_length=draft_length,
+                state, output = step(target, draft, state, looking_up_B, draft_length=draft_length,
                                      target_width=draft_length + 1, source_positions=1,
                                      vocabulary_size=V, sampler=sampler)
                 place = jnp.broadcast_to(jnp.arange(draft_length + 1), output.tokens.shape)
@@ -118,7 +123,9 @@ def sample(*args, **kwargs) -> np.ndarray:
 
 def sample_with_places(target, draft, draft_length, batch, outputs=4000, min_new_tokens=0,
                        eos_ids=(), prompt=(), sampler=Sampler.REJECTION, limit=None,
-                       **options) -> np.ndarray:
+                       sources=None, looking_up=None, **options) -> np.ndarray:
+    """``draft`` None looks all drafts up, ``looking_up`` those of these slots, in ``sources``
+    (one a slot, of one length) and in the text."""
     params = [SamplingParams(**{"temperature": 1.0} | options)] * batch
     ends = [*eos_ids, *[-1] * (MAX_EOS_IDS - len(eos_ids))]
     slots = dataclasses.replace(
@@ -129,8 +136,13 @@ def sample_with_places(target, draft, draft_length, batch, outputs=4000, min_new
         sampling=SlotSampling.of(params),
         adjustments=SlotAdjustments.of(params, V, LENGTH, min_new_tokens=min_new_tokens,
                                        prompt=prompt))
+    if sources is not None:
+        sources = jnp.asarray(sources, jnp.int32)
+        slots = dataclasses.replace(slots, source_length_B=jnp.full(batch, sources.shape[1]))
     run = runner(draft_length, batch, outputs // batch, sampler)
-    return np.asarray(run(nnx.split(target)[1], nnx.split(draft)[1], slots))
+    return np.asarray(run(
+        nnx.split(target)[1], None if draft is None else nnx.split(draft)[1], slots, sources,
+        None if looking_up is None else jnp.asarray(looking_up)))
 
 
 def pvalue(counts: np.ndarray, expected: np.ndarray) -> float:

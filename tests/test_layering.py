@@ -24,7 +24,8 @@ MAY_IMPORT = {
     },
     "tpuspec.serving": {
         "tpuspec", "tpuspec.protos", "absl", "fsspec", "google", "grpc", "grpc_health",
-        "grpc_reflection", "numpy", "prometheus_client", "ray", "sacrebleu", "tqdm",
+        "grpc_reflection", "numpy", "opentelemetry", "prometheus_client", "ray", "sacrebleu",
+        "tqdm",
     },
     "tpuspec.protos": {"google", "grpc"},
 }  # fmt: skip

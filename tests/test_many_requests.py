@@ -18,8 +18,12 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 WIDE = dataclasses.replace(TINY, slots=8, source_buckets=(32,), draft_lengths=(0, 1, 4))
 
 
+LOOK_UP = dataclasses.replace(WIDE, ngram_drafts=True)
+
+
 def engine_of(config) -> Engine:
-    return engine_with(rand(0, vocab=48), rand(0, noise=0.05, vocab=48), config)
+    draft = None if config.ngram_drafts else rand(0, noise=0.05, vocab=48)
+    return engine_with(rand(0, vocab=48), draft, config)
 
 
 def check(visit: Visit, answer: Answer, alone: list[Expected]) -> None:
@@ -47,7 +51,8 @@ def check(visit: Visit, answer: Answer, alone: list[Expected]) -> None:
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain loop"])
 @pytest.mark.parametrize(("config", "count"), [
-    (TINY, 60), pytest.param(WIDE, 500, marks=pytest.mark.slow)], ids=["60", "500"])
+    (TINY, 60), pytest.param(WIDE, 500, marks=pytest.mark.slow),
+    pytest.param(LOOK_UP, 200, marks=pytest.mark.slow)], ids=["60", "500", "200 looked up"])
 def test_random_requests_give_what_they_give_alone_and_leave_nothing_behind(
         config, count, overlap):
     engine = engine_of(config)

@@ -59,6 +59,7 @@ def test_one_host_array_carries_a_whole_step():
                         num_tokens=np.array([1, 0], np.int32), drafted=np.array([2, 0], np.int32),
                         accepted=np.array([0, 0], np.int32), examined=np.array([1, 0], np.int32),
                         finish=np.array([2, 0], np.int32), overlap=np.array([0.3, 0.0], np.float32),
+                        found=np.array([3, 0], np.int32), agreed=np.array([1, 0], np.int32),
                         logprobs=TokenLogprobs(
                             tokens=-np.arange(6, dtype=np.float32).reshape(2, 3) / 7,
                             top=-np.arange(24, dtype=np.float32).reshape(2, 3, 4) / 9,

@@ -26,6 +26,9 @@ IMPORT_NAMES = {
     "grpcio-reflection": "grpc_reflection",
     "orbax-checkpoint": "orbax",
     "prometheus-client": "prometheus_client",
+    "opentelemetry-api": "opentelemetry",
+    "opentelemetry-exporter-otlp-proto-grpc": "opentelemetry",
+    "opentelemetry-sdk": "opentelemetry",
     "protobuf": "google",
 }
 
@@ -65,10 +68,10 @@ def test_dependencies_are_the_imported_distributions() -> None:
         for path in test_layering.MODULES.values()
         for name in test_layering.imports_of(path)
     }
+    extras = PROJECT["optional-dependencies"]
     declared = {
         IMPORT_NAMES.get(Requirement(text).name, Requirement(text).name)
-        for text in [*PROJECT["dependencies"], *(
-            text for extra in ("ray", "score") for text in PROJECT["optional-dependencies"][extra])]
+        for text in PROJECT["dependencies"] + extras["otel"] + extras["ray"] + extras["score"]
     }
     assert imported - set(test_layering.FOLDERS) - sys.stdlib_module_names == declared
 

@@ -19,10 +19,10 @@ from tpuspec.tpu_compiler import Topology
 SCRIPT = pathlib.Path(__file__).with_name("tiny_programs.py")
 
 
-def compiled(topology: str, slots: int) -> dict:
+def compiled(topology: str, slots: int, **variables: str) -> dict:
     pytest.importorskip("libtpu")
     environment = {name: value for name, value in os.environ.items()
-                   if name not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")}
+                   if name not in ("XLA_FLAGS", "JAX_COMPILATION_CACHE_DIR")} | variables
     done = subprocess.run([sys.executable, SCRIPT, topology, str(slots)], text=True,
                           capture_output=True, env=environment, timeout=800)
     assert done.returncode == 0, done.stderr
@@ -52,20 +52,28 @@ def check(found: dict, topology: str, slots: int) -> None:
         assert row["hbm_bytes"] > 0 and row["compile_seconds"] > 0
     assert found["fits"] and found["slots"] == slots
     assert found["hbm_bytes"] == CHIPS[topology.partition(":")[0]].hbm_bytes
+    fit = found["slots_that_fit"]
+    assert list(fit) == ["128", "256", "512", "1024"]
+    assert list(fit.values()) == sorted(fit.values(), reverse=True) and fit["1024"] > slots
     target, draft = rows["target pass, 4 positions"], rows["draft pass"]
     assert found["c"] == pytest.approx(draft["estimate_ms"] / target["estimate_ms"])
     assert found["widening"] == {"0": 1.0, "3": 1.0}  # one width in bfloat16
     assert rows["step, gamma 3"]["estimate_ms"] > rows["step, gamma 0"]["estimate_ms"] + (
         2.5 * draft["estimate_ms"])
     for row, paper in zip(found["predicted_speedup"], PAPER, strict=True):
-        assert row["task"] == paper["task"] and row["gamma"] in (0, 3)
+        assert row["task"] == paper.task and row["gamma"] in (0, 3)
         assert row["speedup"] == pytest.approx(max(
-            speedup(paper["alpha"], gamma, found["c"]) for gamma in (0, 3)))
+            speedup(paper.alpha, gamma, found["c"]) for gamma in (0, 3)))
 
 
-def test_programs_of_one_v4_chip():
-    found = compiled("v4", 1)
+def test_programs_of_one_v4_chip(tmp_path):
+    found = compiled("v4", 1, JAX_COMPILATION_CACHE_DIR=str(tmp_path),
+                     JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0")
     check(found, "v4", 1)
+    # Steps and inserts of a server are there for it, under the names that JAX will look for.
+    kept = sorted(path.name.partition("-")[0] for path in tmp_path.glob("*-cache"))
+    assert kept == ["jit__insert", "jit__pass", "jit__pass", "jit__release", "jit__step",
+                    "jit__step"]
     rows = {row["name"]: row for row in found["programs"]}
     # 8 rows a draft pass, which its cache has room for; both round up to whole blocks.
     target = 2 * decoder_parameters(TARGET) + cache_bytes(TARGET, 128)
@@ -75,6 +83,12 @@ def test_programs_of_one_v4_chip():
     draft += 4 * 128 * DRAFT.num_heads + 2 * DRAFT.d_model
     assert rows["draft pass"]["floor_bytes"] == draft
     assert rows["step, gamma 3"]["floor_bytes"] == target + 3 * draft
+    # Room for slots: K and V of 1024 source positions and as many of the output, a window of
+    # drafts beside them in whole blocks, for the three layers of both; a few bytes for the rest.
+    inner = 2 * (TARGET.num_heads * TARGET.d_kv) + DRAFT.num_heads * DRAFT.d_kv
+    slot = 2 * 2 * inner * (1024 + 1024) + 8 * TARGET.vocab_size
+    room = CHIPS["v4"].hbm_bytes - found["weight_bytes"]
+    assert found["slots_that_fit"]["1024"] == pytest.approx(room / slot, rel=0.1)
     assert found["total_bytes"] > found["weight_bytes"] + found["cache_bytes"]
     assert not any(row["collectives"] for row in rows.values())
 

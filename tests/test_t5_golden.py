@@ -63,10 +63,11 @@ class Golden:
         difference = np.concatenate([np.abs(np.asarray(ours) - theirs).ravel()
                                      for ours, theirs in pairs])
         if self.family == "t5_v1_1":
-            # These weights amplify rounding: three float32 implementations (the file's,
-            # ours, the numpy oracle in float32) lie up to 1.7e-4 apart, and the file
-            # lies 2.1e-4 from the same equations in float64 (see the test below).
-            assert np.quantile(difference, 0.999) < 1e-4
+            # These weights amplify rounding: float32 implementations (the file's, ours on
+            # CPUs of two makes, the numpy oracle in float32) lie up to 2.9e-4 apart, and the
+            # file lies 2.1e-4 from the same equations in float64 (see the test below).
+            assert np.quantile(difference, 0.99) < 1e-4
+            assert np.quantile(difference, 0.999) < 2e-4
             assert difference.max() < 1e-4 * np.abs(self.expected["logits"]).max()
         else:
             assert difference.max() < 1e-4

@@ -20,14 +20,15 @@ import dataclasses
 import pathlib
 from collections.abc import Mapping
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from tpuspec import checkpoint, presets
+from tpuspec import checkpoint, presets  # before JAX: it keeps libtpu from looking for a TPU
 from tpuspec.checkpoint import AbstractModel, named_parameters
 from tpuspec.config import T5Config, check_range
 from tpuspec.t5 import T5
+
+import jax  # isort: skip
+import jax.numpy as jnp  # isort: skip
 
 NEXT_TO_NOTHING = 1e-20  # not 0: equal weights could be stored once
 _SIZES = ("d_model", "d_kv", "d_ff", "num_heads", "num_layers", "num_decoder_layers")

@@ -167,6 +167,9 @@ class EngineConfig:
       draft_length: draft length of a request that names none; None chooses one before
         every step (see ``draft_lengths``).
       sampler: how drafts are judged.
+      ngram_drafts: drafts may be looked up in source and text (see ``ngram_drafts``):
+        all of them in an engine without a draft model; with one, where ``draft_length``
+        is None, as the same choice says.
     """
 
     slots: int = 4
@@ -175,6 +178,7 @@ class EngineConfig:
     draft_lengths: tuple[int, ...] = (0, 1, 2, 3, 5, 7)
     draft_length: int | None = 3
     sampler: Sampler = Sampler.REJECTION
+    ngram_drafts: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "sampler", Sampler(self.sampler))

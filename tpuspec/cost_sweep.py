@@ -1,12 +1,10 @@
 """c and T(G)/T(1) on this machine: passes of every width timed, and the bytes they move."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 
 from tpuspec.config import EngineConfig, check_range
@@ -14,7 +12,7 @@ from tpuspec.kernel_choice import KernelChoice
 from tpuspec.measurement import time_interleaved
 from tpuspec.memory import bytes_on_device, passes_that_read
 from tpuspec.pass_timing import PASSES
-from tpuspec.programs import Key, Programs
+from tpuspec.programs import Key, Programs, copies, products
 from tpuspec.t5 import T5
 
 COPY_BYTES = 2**28  # read, and written
@@ -66,18 +64,6 @@ class CostSweep:
         return None if self.draft is None else self.draft.ms / self.target[0].ms
 
 
-# Outside a jit every call of a loop would compile it again, which takes longer than it runs.
-@functools.partial(jax.jit, donate_argnums=0)
-def _copies(block: jax.Array) -> jax.Array:
-    # The barrier: of eight additions no compiler may make one.
-    return lax.fori_loop(0, _TURNS, lambda _, x: lax.optimization_barrier(x + 1), block)
-
-
-@jax.jit
-def _products(matrix: jax.Array) -> jax.Array:
-    return lax.fori_loop(0, _TURNS, lambda _, x: x @ matrix, matrix)
-
-
 def sweep(target: T5, draft: T5 | None, *, slots: int, widths: Sequence[int],
           source_positions: int, positions: int, vocabulary_size: int, mesh: Mesh | None = None,
           progress: Callable[[int], object] = lambda programs: None) -> CostSweep:
@@ -118,14 +104,14 @@ def sweep(target: T5, draft: T5 | None, *, slots: int, widths: Sequence[int],
 
     def copy() -> object:
         nonlocal block
-        block = _copies(block)
+        block = copies(block, _TURNS)
         return block
 
     size = PRODUCT_SIZES.get(jax.default_backend(), _LARGE)
     matrix = jnp.full((size, size), 1 / size, target.embedding[...].dtype)
 
     def product() -> object:
-        return _products(matrix)
+        return products(matrix, _TURNS)
 
     times = time_interleaved({**{key: timed(key) for key in keys}, ("copy",): copy,
                               ("product",): product}, _REPEATS)

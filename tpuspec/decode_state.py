@@ -88,7 +88,8 @@ class Slots:
 
 
 @functools.partial(jax.tree_util.register_dataclass, meta_fields=[],
-                   data_fields=["slots", "target_cache", "draft_cache", "history_BT"])
+                   data_fields=["slots", "target_cache", "draft_cache", "history_BT",
+                                "source_BS"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeState:
     """Slots and both models' caches.
@@ -96,14 +97,17 @@ class DecodeState:
     Attributes:
       slots, target_cache: always there.
       draft_cache: None without a draft.
-      history_BT: final tokens by position, below each slot's length; None where no plain
-        step may leave the draft's cache behind.
+      history_BT: final tokens by position, below each slot's length; None where no step
+        may leave the draft's cache behind and no drafts are looked up.
+      source_BS: tokens of each slot's source, below its length; None where no drafts are
+        looked up.
     """
 
     slots: Slots
     target_cache: DecoderCache
     draft_cache: DecoderCache | None
     history_BT: jax.Array | None = None
+    source_BS: jax.Array | None = None
 
 
 class StepOutput(NamedTuple):
@@ -120,6 +124,9 @@ class StepOutput(NamedTuple):
         a rejection, or cut by EOS or the length cap, were never judged.
       finish: [B] FinishReason.
       overlap: [B] float32 Σ min(p, q) summed over the examined positions.
+      found: [B] drafts that a look-up gave, whether or not they were used; at most G. -1
+        within a decoder prompt, 0 where nothing is looked up.
+      agreed: [B] how many of them, from the first on, are the new tokens.
       logprobs: of the tokens.
     """
 
@@ -130,20 +137,22 @@ class StepOutput(NamedTuple):
     examined: jax.Array | np.ndarray
     finish: jax.Array | np.ndarray
     overlap: jax.Array | np.ndarray
+    found: jax.Array | np.ndarray
+    agreed: jax.Array | np.ndarray
     logprobs: TokenLogprobs
 
     def pack(self) -> jax.Array:
-        """One int32 array [B, 6 + G + G (1 + 2 N)]: one host copy a step."""
-        columns = [jnp.asarray(x) for x in self[1:6]]
-        columns.append(lax.bitcast_convert_type(jnp.asarray(self.overlap), jnp.int32))
+        """One int32 array [B, 8 + G + G (1 + 2 N)]: one host copy a step."""
+        columns = [jnp.asarray(x) for x in self[1:9]]
+        columns[5] = lax.bitcast_convert_type(columns[5], jnp.int32)
         return jnp.concatenate([jnp.stack(columns, axis=1), jnp.asarray(self.tokens),
                                 self.logprobs.pack()], axis=1)
 
     @classmethod
     def unpack(cls, packed: np.ndarray, width: int) -> "StepOutput":
         """Args: width: G."""
-        counts = np.ascontiguousarray(packed[:, :6].T)
-        return cls(tokens=packed[:, 6:6 + width], num_tokens=counts[0], drafted=counts[1],
+        counts = np.ascontiguousarray(packed[:, :8].T)
+        return cls(tokens=packed[:, 8:8 + width], num_tokens=counts[0], drafted=counts[1],
                    accepted=counts[2], examined=counts[3], finish=counts[4],
-                   overlap=counts[5].view(np.float32),
-                   logprobs=TokenLogprobs.unpack(packed[:, 6 + width:], width))
+                   overlap=counts[5].view(np.float32), found=counts[6], agreed=counts[7],
+                   logprobs=TokenLogprobs.unpack(packed[:, 8 + width:], width))

@@ -2,8 +2,9 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 from tpuspec import mesh as mesh_lib
 from tpuspec.config import EngineConfig, check_range
 from tpuspec.decode_state import MAX_EOS_IDS, Slots, StepOutput
-from tpuspec.draft_lengths import Drafting, DraftLengths
+from tpuspec.draft_lengths import Drafting, DraftLengths, Step
 from tpuspec.kernel_choice import KernelChoice
 from tpuspec.logit_adjustment import NO_ID, SlotAdjustments
 from tpuspec.measurement import CostReport
@@ -44,13 +45,15 @@ class _Tenant:
       source_length: tokens.
       draft_length: as it was asked for; None is chosen step by step.
       label, drafting: what the choice goes by; None without a choice.
-      behind: plain steps since the draft read the last tokens.
+      prompted: whether its output begins with a decoder prompt.
+      behind: tokens, at the most, that came since the draft read the last ones.
     """
 
     source_length: int
     draft_length: int | None
     label: str
     drafting: Drafting | None
+    prompted: bool
     behind: int = 0
 
 
@@ -58,22 +61,27 @@ class StepHandle:
     """A launched step. ``read`` waits for it: one host copy.
 
     Attributes:
-      draft_length: γ of the step.
+      kind: γ of the step, and what its drafts come of.
       tenants: whom it advances, by slot.
+      looking_up: slots that take looked-up drafts beside the draft model's.
+      without: the stretch of steps without the draft model that it is one of, or None.
       launched: when, by ``time.perf_counter``; None if other work was launched since the
         step before, so that its time says nothing.
     """
 
-    def __init__(self, packed: jax.Array, draft_length: int, tenants: Mapping[int, _Tenant],
-                 launched: float | None, done: Callable[["StepHandle", StepOutput], None]):
-        self.draft_length = draft_length
+    def __init__(self, packed: jax.Array, kind: Step, tenants: Mapping[int, _Tenant],
+                 looking_up: Container[int], without: int | None, launched: float | None,
+                 done: Callable[["StepHandle", StepOutput], None]):
+        self.kind = kind
         self.tenants = tenants
+        self.looking_up = looking_up
+        self.without = without
         self.launched = launched
         self._packed = packed
         self._done = done
 
     def read(self) -> StepOutput:
-        output = StepOutput.unpack(np.asarray(self._packed), self.draft_length + 1)
+        output = StepOutput.unpack(np.asarray(self._packed), self.kind.length + 1)
         self._done(self, output)
         return output
 
@@ -102,9 +110,12 @@ class Engine:
         if mesh is not None and config.slots % mesh.shape[mesh_lib.DATA]:
             raise ValueError(f"slots must be a multiple of {mesh.shape[mesh_lib.DATA]} (the "
                              f"mesh's data axis), got {config.slots}")
-        if draft is None and config.draft_lengths != (0,):
-            raise ValueError("draft_lengths must be (0,) without a draft model, "
+        if draft is None and config.draft_lengths != (0,) and not config.ngram_drafts:
+            raise ValueError("draft_lengths must be (0,) without a draft model and ngram_drafts, "
                              f"got {config.draft_lengths}")
+        if config.ngram_drafts and draft is not None and config.draft_length is not None:
+            raise ValueError("draft_length must be chosen (None) for ngram_drafts beside a draft "
+                             f"model, got {config.draft_length}")
         self.config = config
         self.vocabulary_size = vocabulary_size
         self.cost: CostReport | None = None
@@ -118,6 +129,7 @@ class Engine:
         self._tenants: dict[int, _Tenant] = {}
         self._sources: dict[int, tuple[int, ...]] = {}  # whose cross K/V a slot holds
         self._lengths: DraftLengths | None = None
+        self._without = 0  # number of the stretch of steps without the draft model
         self._disturbed = True  # other programs were launched since the last step
         self._read_at = 0.0  # when the last step was read
 
@@ -130,6 +142,11 @@ class Engine:
     def active_slots(self) -> tuple[int, ...]:
         """Slots with a request that is not known to have ended."""
         return tuple(self._tenants)
+
+    @property
+    def _drafts(self) -> bool:
+        """Whether there is a draft model."""
+        return len(self._weights) == 2
 
     # ---- verbs ---------------------------------------------------------------
 
@@ -148,7 +165,7 @@ class Engine:
         self._compile(self._definitions.single_passes(), progress)
         self.cost = self._time()
         if self.config.draft_length is None:
-            self._lengths = DraftLengths(self.cost.step_ms)
+            self._lengths = DraftLengths(self.cost.step_ms, self.cost.look_up_ms)
         return self.cost
 
     def _compile(self, keys: Iterable[Key], progress: Progress | None) -> None:
@@ -232,8 +249,9 @@ class Engine:
         self._enter(slot, tuple(source), row)
         self._disturbed = True
         self._tenants[slot] = _Tenant(
-            len(source), draft_length, label,
-            None if self._lengths is None else self._lengths.newcomer(label, limit))
+            len(source), draft_length, label, None if self._lengths is None else
+            self._lengths.newcomer(label, limit, chosen=draft_length is None),
+            prompted=bool(decoder_prompt))
 
     def _enter(self, slot: int, source: tuple[int, ...], row: Slots) -> None:
         if self._definitions.copies:
@@ -257,49 +275,92 @@ class Engine:
         """
         if not self._tenants:
             raise RuntimeError("step needs an active slot")
+        kind = self._choose()
+        bucket = self._definitions.read_bucket(
+            max(tenant.source_length for tenant in self._tenants.values()))
+        looking_up = self._looking_up(kind)
+        self._catch_up(kind)
+        launched = None if self._disturbed else time.perf_counter()
+        packed = self._launch(kind, bucket, looking_up)
+        self._disturbed = False
+        return StepHandle(packed, kind, dict(self._tenants), looking_up,
+                          None if kind.by_model else self._without, launched, self._was_read)
+
+    def _launch(self, kind: Step, bucket: int, looking_up: Sequence[int] = ()) -> jax.Array:
+        more: tuple = ()
+        if kind.by_model and self.config.ngram_drafts:
+            more = (np.isin(np.arange(self.config.slots), looking_up),)
+        name = "look up" if kind.looks_up else "step"
+        self._state, packed = self._run((name, kind.length, bucket), self._state, *more)
+        return packed
+
+    def _choose(self) -> Step:
         tenants = self._tenants.values()
         rung = self.config.rung(max(t.draft_length or 0 for t in tenants))
-        if self._lengths is not None and any(t.draft_length is None for t in tenants):
-            rung = self._lengths.choose([t.drafting for t in tenants if t.drafting], rung)
-        bucket = self._definitions.read_bucket(max(t.source_length for t in tenants))
-        self._catch_up(rung)
-        launched = None if self._disturbed else time.perf_counter()
-        self._state, packed = self._run(("step", rung, bucket), self._state)
-        self._disturbed = False
-        return StepHandle(packed, rung, dict(self._tenants), launched, self._was_read)
+        if self._lengths is None or all(t.draft_length is not None for t in tenants):
+            return Step(rung, looks_up=rung > 0 and not self._drafts)
+        return self._lengths.choose([t.drafting for t in tenants if t.drafting], rung)
+
+    def _looking_up(self, kind: Step) -> list[int]:
+        """Slots that look up drafts in a step of the draft model."""
+        if not self.config.ngram_drafts or self._lengths is None or not kind.by_model:
+            return []
+        slots = {slot: t.drafting for slot, t in self._tenants.items() if t.drafting}
+        chosen = self._lengths.looking_up(list(slots.values()), kind)
+        return [slot for slot, looks_up in zip(slots, chosen, strict=True) if looks_up]
 
     def release(self, slot: int) -> None:
         """Ends a slot's request; the slot is inert from the next step on. Idempotent."""
         if self._tenants.pop(slot, None) is not None:
             self._state = self._run(("release",), self._state, np.int32(slot))
 
-    def _catch_up(self, rung: int) -> None:
+    def _catch_up(self, kind: Step) -> None:
         """Shows the draft what was decoded without it, before it drafts again."""
         tenants = self._tenants.values()
-        if rung:
-            behind = max(t.behind if t.draft_length != 0 else 0 for t in tenants)
-            for missing in range(behind, 0, -self._definitions.catch_up_width):
-                self._state = self._run(("catch up",), self._state, np.int32(missing))
-                self._disturbed = True
+        if not kind.by_model:
+            for tenant in tenants:
+                tenant.behind += kind.length + 1  # at the most; see _was_read
+            return
+        behind = max(t.behind if t.draft_length != 0 else 0 for t in tenants)
+        for missing in range(min(behind, self.config.max_target_length), 0,
+                             -self._definitions.catch_up_width):
+            self._state = self._run(("catch up",), self._state, np.int32(missing))
+            self._disturbed = True
+        self._without += 1
         for tenant in tenants:
-            tenant.behind = 0 if rung else tenant.behind + 1
+            tenant.behind = 0
 
     def _was_read(self, step: StepHandle, output: StepOutput) -> None:
         now = time.perf_counter()
         if self._lengths is not None:
             if step.launched is not None:
                 began = max(step.launched, self._read_at)  # it waited for the one before
-                self._lengths.timed(step.draft_length, 1e3 * (now - began))
+                self._lengths.timed(step.kind, 1e3 * (now - began))
             for slot, tenant in step.tenants.items():
                 if tenant.drafting is not None:
-                    self._lengths.record(
-                        tenant.label, tenant.drafting, accepted=int(output.accepted[slot]),
-                        examined=int(output.examined[slot]))
+                    self._learn(self._lengths, tenant.drafting, step, slot, output)
         self._read_at = now
         for slot, tenant in step.tenants.items():
+            new = int(output.num_tokens[slot])
+            if new and not tenant.prompted and step.without == self._without:
+                tenant.behind -= step.kind.length + 1 - new
             # A newer tenant is not its predecessor.
             if output.finish[slot] and self._tenants.get(slot) is tenant:
                 del self._tenants[slot]
+
+    def _learn(self, lengths: DraftLengths, drafting: Drafting, step: StepHandle, slot: int,
+               output: StepOutput) -> None:
+        """What a step says of one request, for the choice of later ones."""
+        label, new = step.tenants[slot].label, int(output.num_tokens[slot])
+        accepted, found, agreed = (int(x[slot]) for x in (
+            output.accepted, output.found, output.agreed))
+        ended = bool(output.finish[slot])
+        if not (step.kind.looks_up or (slot in step.looking_up and found > 0)):
+            lengths.record(label, drafting, accepted=accepted, examined=int(output.examined[slot]),
+                           ended=ended and accepted == new)
+        if self.config.ngram_drafts and new and found >= 0:
+            lengths.record_look_up(label, drafting, found=found, agreed=agreed, new=new,
+                                   ended=ended and agreed == new)
 
     def _run(self, key: tuple, *args: Any) -> Any:
         if key not in self._programs:
@@ -318,6 +379,7 @@ class Engine:
         draft = run("pass", "draft", definitions.draft_width)
         return time_passes(
             {rung: run("pass", "target", definitions.target_width(rung)) for rung in rungs},
-            draft if len(self._weights) == 2 else None,
-            {rung: run("step", rung, bucket) for rung in rungs},
+            draft if self._drafts else None,
+            {(name, rung): functools.partial(self._launch, Step(rung, name == "look up"), bucket)
+             for name, rung, _ in definitions.steps(bucket)},
             where=f"{self.config.slots} slots, source bucket {bucket}")

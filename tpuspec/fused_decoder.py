@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from tpuspec import mesh as mesh_lib
 from tpuspec.config import T5Config
 from tpuspec.kernel_choice import KernelChoice
 from tpuspec.kernels import DecoderWeights, bias_table, check_decoder_pass
@@ -86,17 +87,21 @@ def stacked_layers(model: T5, cache: DecoderCache, window: int,
       window: positions of its longest pass.
     """
     config = model.config
-    if (kernels.mesh is not None or config.quantization is not None
-            or config.per_layer_relative_bias):
+    if config.quantization is not None or config.per_layer_relative_bias:
         return None
     layers = StackedLayers(model)
-    slots, dtype = cache.self_k[0].shape[1], model.embedding.get_value().dtype
+    parts = 1 if kernels.mesh is None else kernels.mesh.shape[mesh_lib.DATA]
+    slots, dtype = cache.self_k[0].shape[1] // parts, model.embedding.get_value().dtype
+
+    def share(keys: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((keys.shape[0], slots, *keys.shape[2:]), keys.dtype)
+
     *_, weights = jax.eval_shape(
         lambda leaves: layers.unstack(layers.stack(leaves)), jax.tree.leaves(nnx.state(model)))
     try:
         check_decoder_pass(
             jax.ShapeDtypeStruct((slots, window, config.d_model), dtype), weights,
-            cache.self_k[0], cache.cross_k[0], interpret=kernels.interpret)
+            share(cache.self_k[0]), share(cache.cross_k[0]), interpret=kernels.interpret)
     except NotImplementedError:  # for instance layers that do not fit in the VMEM
         return None
     return layers

@@ -68,9 +68,12 @@ class KernelChoice:
     def decoder_pass(self, config: T5Config, *arrays: Any,
                      ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """See ``kernels.decoder_pass``."""
-        return kernels.decoder_pass(
-            *arrays, activation=config.activation.value, epsilon=config.layer_norm_epsilon,
+        options: dict[str, Any] = dict(
+            activation=config.activation.value, epsilon=config.layer_norm_epsilon,
             implementation="pallas", interpret=self.interpret)
+        if self.mesh is None:
+            return kernels.decoder_pass(*arrays, **options)
+        return kernels.sharded_decoder_pass(self.mesh, slots=mesh_lib.DATA, **options)(*arrays)
 
     def sample_tokens(self, *arrays: Any, vocabulary_size: int) -> kernels.SampledTokens:
         """See ``kernels.sample_tokens``."""

@@ -81,8 +81,9 @@ class CostReport:
       draft_ms: one draft pass of width 1, and the choice of a token; None without draft.
       verify_ms: one target pass of a step of γ drafts, by γ: γ + 1 positions, or the
         one width of all passes in bfloat16.
-      step_ms: the whole fused step, by γ.
+      step_ms: the whole fused step, by γ; of plain decoding alone, without draft.
       method: how these were measured.
+      look_up_ms: the whole step where all drafts are looked up, by γ.
     """
 
     target_ms: float
@@ -90,6 +91,7 @@ class CostReport:
     verify_ms: Mapping[int, float]
     step_ms: Mapping[int, float]
     method: str
+    look_up_ms: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
     @property
     def c(self) -> float | None:

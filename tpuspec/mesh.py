@@ -36,9 +36,11 @@ def divides(config: T5Config, mesh: Mesh) -> bool:
                for size in (config.num_heads, config.d_ff, config.vocab_size))
 
 
-def param_shardings(params: nnx.State, config: T5Config, mesh: Mesh) -> nnx.State:
-    """Shardings of a model's parameters, from the logical axes each was born with."""
-    split = divides(config, mesh)
+def param_shardings(params: nnx.State, config: T5Config, mesh: Mesh, *, whole: bool = False,
+                    ) -> nnx.State:
+    """Shardings of a model's parameters, from the logical axes each was born with; each device
+    has all of them where the model cannot be split, or is to be ``whole``."""
+    split = not whole and divides(config, mesh)
 
     def one(variable: nnx.Variable) -> nnx.Variable:
         axes = [RULES[name] if split else None for name in variable.get_metadata("logical")]
@@ -49,11 +51,13 @@ def param_shardings(params: nnx.State, config: T5Config, mesh: Mesh) -> nnx.Stat
 
 def state_shardings(state: DecodeState, target: T5Config, draft: T5Config | None,
                     mesh: Mesh) -> DecodeState:
-    """Shardings of a decode state: slots over ``data``, heads over ``model``."""
+    """Shardings of a decode state: slots over ``data``, heads over ``model``. A stacked cache
+    is that of a model that every device has whole."""
 
     def cache(tree: DecoderCache, config: T5Config) -> DecoderCache:
         heads = MODEL if divides(config, mesh) else None
-        sharding = NamedSharding(mesh, PartitionSpec(DATA, heads, None, None))
+        axes = (None, DATA) if tree.stacked else (DATA, heads)
+        sharding = NamedSharding(mesh, PartitionSpec(*axes))
         return jax.tree.map(lambda _: sharding, tree)
 
     rows = NamedSharding(mesh, PartitionSpec(DATA))
@@ -62,7 +66,8 @@ def state_shardings(state: DecodeState, target: T5Config, draft: T5Config | None
         target_cache=cache(state.target_cache, target),
         draft_cache=None if draft is None or state.draft_cache is None
         else cache(state.draft_cache, draft),
-        history_BT=None if state.history_BT is None else rows)
+        history_BT=None if state.history_BT is None else rows,
+        source_BS=None if state.source_BS is None else rows)
 
 
 def place[Tree](tree: Tree, shardings: Tree) -> Tree:

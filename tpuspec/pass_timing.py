@@ -39,16 +39,17 @@ def passes(model: Model, which: str, state: DecodeState, *, width: int, source_p
 
 def time_passes(target: Mapping[int, Callable[[], object]],
                 draft: Callable[[], object] | None,
-                steps: Mapping[int, Callable[[], object]], *, where: str) -> CostReport:
+                steps: Mapping[tuple[str, int], Callable[[], object]], *, where: str,
+                ) -> CostReport:
     """Args:
       target: by γ, a run of the program of target passes in a step of γ drafts.
       draft: a run of the program of draft passes.
-      steps: by γ, a run of the whole step.
+      steps: by name ("step" or "look up") and γ, a run of the whole step.
       where: the shapes that were timed, for the report.
     """
     runs: dict[tuple[str, int], Callable[[], object]] = {}
     runs |= {("verify", rung): run for rung, run in target.items()}
-    runs |= {("step", rung): run for rung, run in steps.items()}
+    runs |= steps
     if draft is not None:
         runs["draft", 1] = draft
     times = time_interleaved(runs, _REPEATS)
@@ -56,6 +57,7 @@ def time_passes(target: Mapping[int, Callable[[], object]],
         target_ms=times["verify", 0] / PASSES,
         draft_ms=None if draft is None else times["draft", 1] / PASSES,
         verify_ms={rung: times["verify", rung] / PASSES for rung in target},
-        step_ms={rung: times["step", rung] for rung in steps},
+        step_ms={rung: times[name, rung] for name, rung in steps if name == "step"},
+        look_up_ms={rung: times[name, rung] for name, rung in steps if name == "look up"},
         method=f"at warm-up, median over {_REPEATS} turns of the wall time of {PASSES} passes "
                f"in one program, divided by {PASSES}; {where}")

@@ -6,6 +6,7 @@ the TPU's compiler, but never run.
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from tpuspec.config import EngineConfig, T5Config
 from tpuspec.hlo_schedule import Schedule
 from tpuspec.kernel_choice import KernelChoice
 from tpuspec.memory import abstract_model, abstract_state, bytes_on_device, passes_that_read
+from tpuspec.paper import TABLE_4
 from tpuspec.pass_timing import PASSES
 from tpuspec.programs import Key, Programs
 from tpuspec.schedule_estimate import Estimate, estimate
@@ -27,16 +29,10 @@ from tpuspec.t5 import T5
 from tpuspec.tpu_compiler import Topology, lowering_for
 
 Progress = Callable[[str, int, int], None]
+_LENGTHS = (128, 256, 512, 1024)  # that a table of slots is made for
 _PLACES = 12  # of a program, in the report
-
-# Leviathan et al. 2022, Table 2 (T5-XXL with T5-small on one TPU v4, batch 1): α and γ,
-# the speed-up that Eq. (5) expects with c = 0.02, and the one measured.
-PAPER = (
-    dict(task="translation", temperature=0, alpha=0.75, gamma=7, expected=3.2, measured=3.4),
-    dict(task="translation", temperature=1, alpha=0.62, gamma=7, expected=2.3, measured=2.6),
-    dict(task="summarization", temperature=0, alpha=0.65, gamma=5, expected=2.4, measured=3.1),
-    dict(task="summarization", temperature=1, alpha=0.53, gamma=5, expected=1.9, measured=2.3),
-)
+_SMALL = ("release", "copy", "catch up")  # compiled, not told of
+PAPER = [row for row in TABLE_4 if row.draft == "small"]  # what Eq. (5) is told beside
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,7 +61,12 @@ class ProgramRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramReport:
-    """Memory and estimated times of one engine on one topology, per device."""
+    """Memory and estimated times of one engine on one topology, per device.
+
+    Attributes:
+      slots_that_fit: by length of source and output alike, with the largest program's own
+        memory as it is with the slots and lengths compiled: an estimate.
+    """
 
     topology: str
     mesh: tuple[int, int]
@@ -74,6 +75,7 @@ class ProgramReport:
     cache_bytes: int
     total_bytes: int
     hbm_bytes: int
+    slots_that_fit: dict[int, int]
     programs: tuple[ProgramRow, ...]
     c: float | None
     widening: dict[int, float]
@@ -103,7 +105,7 @@ class AbstractEngine:
         target, draft = (*models, None)[:2]
         assert target is not None
         self._mesh = mesh
-        with self._compiling():
+        with lowering_for(self._device):
             self.programs = Programs(
                 target, draft, config, vocabulary_size=vocabulary_size, mesh=mesh,
                 kernels=KernelChoice(implementation="pallas", mesh=mesh))
@@ -144,24 +146,36 @@ class AbstractEngine:
 
 
 def report(topology: Topology, target: T5Config, draft: T5Config | None, config: EngineConfig, *,
-           dtype: Any, mesh_shape: tuple[int, int], progress: Progress | None = None,
-           ) -> ProgramReport:
+           dtype: Any, mesh_shape: tuple[int, int], vocabulary_size: int | None = None,
+           progress: Progress | None = None) -> ProgramReport:
     """Compiles all programs of an engine. Takes minutes for the largest models.
+
+    Args:
+      topology: what to compile for.
+      target: of the pair.
+      draft: None is plain decoding.
+      config: shapes.
+      dtype: of weights, activations and caches.
+      mesh_shape: chips along data and model.
+      vocabulary_size: ids that exist; None takes all that the smaller embedding has.
+      progress: called with the program's name, how many are done, and of how many.
 
     Raises:
       ValueError: the mesh does not share the topology, or a program does not compile.
     """
     models = [abstract_model(c, dtype) for c in (target, draft) if c is not None]
-    vocabulary_size = min(model.config.vocab_size for model in models)
+    smallest = min(model.config.vocab_size for model in models)
     engine = AbstractEngine(models, config, topology, mesh_shape=mesh_shape,
-                            vocabulary_size=vocabulary_size)
-    keys = [key for key in (*engine.programs.requests(), *engine.programs.single_passes())
-            if key not in (("release",), ("copy",))]
+                            vocabulary_size=vocabulary_size or smallest)
+    keys = [*engine.programs.requests(), *engine.programs.single_passes()]
     rows: dict[Key, ProgramRow] = {}
     extra = 0
     for done, key in enumerate(keys):
         if progress is not None:
             progress(_name(key, config), done, len(keys))
+        if key[0] in _SMALL:
+            engine.lower(key).compile()
+            continue
         rows[key], more = _row(engine, key, topology)
         extra = max(extra, more)
     if progress is not None:
@@ -178,8 +192,32 @@ def report(topology: Topology, target: T5Config, draft: T5Config | None, config:
         topology=f"{topology.generation}:{'x'.join(map(str, topology.bounds))}",
         mesh=mesh_shape, slots=config.slots, weight_bytes=weights, cache_bytes=caches,
         total_bytes=weights + caches + extra, hbm_bytes=topology.chip.hbm_bytes,
+        slots_that_fit={length: _slots_that_fit(
+            models, config, topology, mesh_shape, length,
+            topology.chip.hbm_bytes - weights - extra) for length in _LENGTHS},
         programs=tuple(rows.values()), c=c, widening=widening,
         predicted_speedup=tuple(_predictions(c, widening)) if c is not None else ())
+
+
+def _slots_that_fit(models: Sequence[T5], config: EngineConfig, topology: Topology,
+                    mesh_shape: tuple[int, int], length: int, room: int) -> int:
+    """Whose caches take at most ``room`` bytes of a device, for texts of ``length``."""
+    positions = length - config.max_draft_length - 2
+    if positions < 1:
+        return 0
+    few = 8 * mesh_shape[0]  # fewer would have draft passes, and with them caches, of other widths
+
+    def taken(slots: int) -> int:
+        shapes = dataclasses.replace(config, slots=slots, source_buckets=(length,),
+                                     max_target_length=positions)
+        return bytes_on_device(AbstractEngine(
+            models, shapes, topology, mesh_shape=mesh_shape,
+            vocabulary_size=min(model.config.vocab_size for model in models)).state)
+
+    least = taken(few)
+    more = (taken(2 * few) - least) / few  # for each slot
+    slots = few + math.floor((room - least) / more)
+    return max(0, slots // mesh_shape[0] * mesh_shape[0])
 
 
 def _row(engine: AbstractEngine, key: Key, topology: Topology) -> tuple[ProgramRow, int]:
@@ -218,7 +256,8 @@ def _floor_bytes(engine: AbstractEngine, key: Key) -> int:
                    + engine.cache_bytes(i) // engine.programs.config.slots for i in models)
     if key[0] == "pass":
         return one_pass(("target", "draft").index(key[1]))
-    return one_pass(0) + (key[1] * one_pass(1) if key[1] else 0)
+    drafts = key[1] if key[0] == "step" else 0  # of a look-up there is nothing to read
+    return one_pass(0) + (drafts * one_pass(1) if drafts else 0)
 
 
 def _floor_operations(engine: AbstractEngine, key: Key) -> int:
@@ -235,8 +274,12 @@ def _name(key: Key, config: EngineConfig) -> str:
             return f"encode and insert {bucket}"
         case ("step", rung, _):
             return f"step, gamma {rung}"
+        case ("look up", rung, _):
+            return f"step, gamma {rung}, looked up"
         case ("pass", "draft", _):
             return "draft pass"
+        case (small,):
+            return str(small)
         case (_, which, width):
             return f"{which} pass, {width} positions"
     raise ValueError(f"unknown program {key}")
@@ -245,10 +288,10 @@ def _name(key: Key, config: EngineConfig) -> str:
 def _predictions(c: float, widening: dict[int, float]) -> list[dict[str, Any]]:
     rows = []
     for paper in PAPER:
-        alpha = float(str(paper["alpha"]))
-        gains = {gamma: theory.speedup(alpha, gamma, c, widening[gamma]) for gamma in widening}
+        gains = {gamma: theory.speedup(paper.alpha, gamma, c, widening[gamma])
+                 for gamma in widening}
         gamma = max(gains, key=lambda g: gains[g])
-        rows.append({"task": paper["task"], "temperature": paper["temperature"], "alpha": alpha,
-                     "gamma": gamma, "speedup": gains[gamma], "paper_gamma": paper["gamma"],
-                     "paper_expected": paper["expected"], "paper_measured": paper["measured"]})
+        rows.append({"task": paper.task, "temperature": paper.temperature, "alpha": paper.alpha,
+                     "gamma": gamma, "speedup": gains[gamma], "paper_gamma": paper.gamma,
+                     "paper_expected": paper.expected, "paper_measured": paper.measured})
     return rows

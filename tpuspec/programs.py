@@ -23,8 +23,8 @@ from tpuspec.pass_timing import passes
 from tpuspec.speculative_step import catch_up, step
 from tpuspec.t5 import T5
 
-# Of a program: ("step", γ, bucket), ("insert", bucket), ("copy",), ("release",), ("catch up",),
-# ("pass", ...)
+# Of a program: ("step", γ, bucket), ("look up", γ, bucket), ("insert", bucket), ("copy",),
+# ("release",), ("catch up",), ("pass", ...)
 Key = tuple
 Weights = Sequence[list[jax.Array]]  # of the target and of the draft
 _MATRIX_ROWS = 8
@@ -71,16 +71,20 @@ class Programs:
         """The leaves of target and draft, placed. Flat, for launches: to flatten an
         nnx.State takes a millisecond."""
         leaves = []
-        for model, config in zip(models, self._models, strict=True):
+        for number, (model, config) in enumerate(zip(models, self._models, strict=True)):
             params = nnx.state(model)
+            fused = self._fused if number == 1 else None
             if self._mesh is not None:
                 params = mesh_lib.place(params, mesh_lib.param_shardings(
-                    params, config, self._mesh))
+                    params, config, self._mesh, whole=fused is not None))
             leaves.append(jax.tree.leaves(params))
-        if self._fused is not None and len(leaves) == 2:
-            draft, stack = leaves[1], self._fused.stack
-            is_abstract = isinstance(draft[0], jax.ShapeDtypeStruct)
-            leaves[1] = jax.eval_shape(stack, draft) if is_abstract else stack(draft)
+            if fused is not None:
+                is_abstract = isinstance(leaves[1][0], jax.ShapeDtypeStruct)
+                leaves[1] = (jax.eval_shape(fused.stack, leaves[1]) if is_abstract
+                             else fused.stack(leaves[1]))
+                if self._mesh is not None:
+                    whole = mesh_lib.replicated(self._mesh)
+                    leaves[1] = [mesh_lib.place(leaf, whole) for leaf in leaves[1]]
         return leaves
 
     def weight_names(self) -> list[list[str]]:
@@ -100,12 +104,14 @@ class Programs:
         """The same, wherever JAX puts arrays."""
         caches = [self._cache(i, stacked=i == 1 and self._fused is not None)
                   for i in range(len(self._models))]
-        history = None
-        if self.config.draft_length is None:
-            history = jnp.zeros((self.config.slots, self.config.target_positions), jnp.int32)
-        return DecodeState(slots=self._empty_slots(self.config.slots), target_cache=caches[0],
+        config, history, source = self.config, None, None
+        if config.draft_length is None or config.ngram_drafts:
+            history = jnp.zeros((config.slots, config.target_positions), jnp.int32)
+        if config.ngram_drafts:
+            source = jnp.zeros((config.slots, config.max_source_length), jnp.int32)
+        return DecodeState(slots=self._empty_slots(config.slots), target_cache=caches[0],
                            draft_cache=caches[1] if len(caches) == 2 else None,
-                           history_BT=history)
+                           history_BT=history, source_BS=source)
 
     def _empty_slots(self, slots: int) -> Slots:
         return Slots.empty(slots, self._vocabulary_size, self.config.max_target_length)
@@ -129,20 +135,32 @@ class Programs:
         yield ("release",)
         if self.copies:
             yield ("copy",)
-        if self.config.draft_length is None:
+        if self.config.draft_length is None and self._drafts:
             yield ("catch up",)
         for bucket in self.config.source_buckets:
             yield ("insert", bucket)
         for bucket in {self.read_bucket(b): None for b in self.config.source_buckets}:
-            for rung in self.config.draft_lengths:
+            yield from self.steps(bucket)
+
+    def steps(self, bucket: int) -> Iterator[Key]:
+        """All kinds: with the draft's drafts, or looked-up ones alone, and plain."""
+        for rung in self.config.draft_lengths:
+            if not rung or self._drafts:
                 yield ("step", rung, bucket)
+            if rung and self.config.ngram_drafts:
+                yield ("look up", rung, bucket)
 
     def single_passes(self) -> Iterator[Key]:
         """What is timed for c and the widening."""
         for width in sorted({self.target_width(rung) for rung in self.config.draft_lengths}):
             yield ("pass", "target", width)
-        if len(self._models) == 2:
+        if self._drafts:
             yield ("pass", "draft", self.draft_width)
+
+    @property
+    def _drafts(self) -> bool:
+        """Whether there is a draft model."""
+        return len(self._models) == 2
 
     @property
     def copies(self) -> bool:
@@ -186,7 +204,7 @@ class Programs:
         out_shardings: Any = None
         if self._mesh is not None:
             out_shardings = self.state_shardings(state)
-            if key[0] in ("step", "pass"):
+            if key[0] in ("step", "look up", "pass"):
                 out_shardings = (out_shardings, mesh_lib.replicated(self._mesh))
         program = jax.jit(function, donate_argnums=1, out_shardings=out_shardings)
         return program.lower(weights, state, *more)
@@ -205,7 +223,12 @@ class Programs:
             return self._copy, (scalar, row, scalar)
         if name in ("release", "catch up"):
             return self._release if name == "release" else self._catch_up, (scalar,)
-        return functools.partial(self._step if name == "step" else self._pass, *rest), ()
+        if name == "step" and rest[0] and self.config.ngram_drafts:
+            looking_up = jax.ShapeDtypeStruct((self.config.slots,), jnp.bool_)
+            return functools.partial(self._step, *rest), (looking_up,)
+        functions: dict[str, Callable] = {
+            "step": self._step, "look up": self._look_up, "pass": self._pass}
+        return functools.partial(functions[name], *rest), ()
 
     def _merge(self, weights: Weights) -> tuple[T5, Model | None]:
         """Target and draft, inside a program, of its arguments."""
@@ -231,30 +254,46 @@ class Programs:
         draft_cache = state.draft_cache
         if draft is not None and draft_cache is not None:
             draft_cache = fill(draft, draft_cache)
-        return self._enter(state, slot, row, fill(target, state.target_cache), draft_cache)
+        source = state.source_BS
+        if source is not None:
+            source = lax.dynamic_update_slice(source, tokens, (slot, jnp.int32(0)))
+        return self._enter(state, slot, row, fill(target, state.target_cache), draft_cache, source)
 
     def _copy(self, weights: Weights, state: DecodeState, slot: jax.Array, row: Slots,
               holder: jax.Array) -> DecodeState:
         draft_cache = state.draft_cache
         if draft_cache is not None:
             draft_cache = draft_cache.copy_source(holder, slot)
+        source = state.source_BS
+        if source is not None:
+            held = lax.dynamic_slice_in_dim(source, holder, 1)
+            source = lax.dynamic_update_slice_in_dim(source, held, slot, 0)
         return self._enter(state, slot, row, state.target_cache.copy_source(holder, slot),
-                           draft_cache)
+                           draft_cache, source)
 
-    def _enter(self, state: DecodeState, slot: jax.Array, row: Slots,
-               target_cache: DecoderCache, draft_cache: DecoderCache | None) -> DecodeState:
+    def _enter(self, state: DecodeState, slot: jax.Array, row: Slots, target_cache: DecoderCache,
+               draft_cache: DecoderCache | None, source: jax.Array | None) -> DecodeState:
         history = state.history_BT
         if history is not None:
             history = lax.dynamic_update_slice(
                 history, row.last_two_B2[:, :1], (slot, jnp.int32(0)))
         return dataclasses.replace(
             state, slots=state.slots.insert(slot, row), draft_cache=draft_cache,
-            target_cache=target_cache, history_BT=history)
+            target_cache=target_cache, history_BT=history, source_BS=source)
 
     def _step(self, rung: int, bucket: int, weights: Weights, state: DecodeState,
-              ) -> tuple[DecodeState, jax.Array]:
-        target, draft = self._merge(weights)
-        state, output = step(target, draft, state, draft_length=rung,
+              looking_up: jax.Array | None = None) -> tuple[DecodeState, jax.Array]:
+        return self._advance(*self._merge(weights), state, looking_up, rung, bucket)
+
+    def _look_up(self, rung: int, bucket: int, weights: Weights, state: DecodeState,
+                 ) -> tuple[DecodeState, jax.Array]:
+        target, _ = self._merge(weights)
+        return self._advance(target, None, state, None, rung, bucket)
+
+    def _advance(self, target: T5, draft: Model | None, state: DecodeState,
+                 looking_up: jax.Array | None, rung: int, bucket: int,
+                 ) -> tuple[DecodeState, jax.Array]:
+        state, output = step(target, draft, state, looking_up, draft_length=rung,
                              target_width=self.target_width(rung), source_positions=bucket,
                              vocabulary_size=self._vocabulary_size,
                              draft_width=self.draft_width, sampler=self.config.sampler,
@@ -331,3 +370,16 @@ def warped_probabilities(logits_BTV: jax.Array, options: WarpOptions, *, vocabul
     """[B, T, vocabulary_size] as they are sampled from; NaN where logits are not sound."""
     p, _, sound = warp(logits_BTV[..., :vocabulary_size], options, vocabulary_size)
     return jnp.where(sound[..., None], p, jnp.nan)
+
+
+@functools.partial(jax.jit, static_argnums=1, donate_argnums=0)
+def copies(block: jax.Array, turns: int) -> jax.Array:
+    """Reads and writes the block so many times; of no engine, for the machine's bandwidth."""
+    # The barrier: of several additions no compiler may make one.
+    return lax.fori_loop(0, turns, lambda _, x: lax.optimization_barrier(x + 1), block)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def products(matrix: jax.Array, turns: int) -> jax.Array:
+    """So many products of a square matrix; of no engine, for the machine's operations."""
+    return lax.fori_loop(0, turns, lambda _, x: x @ matrix, matrix)

@@ -11,22 +11,28 @@ from tpuspec.coupled_sampling import accept_equal, arrivals, propose_one
 from tpuspec.decode_state import DecodeState, FinishReason, Slots, StepOutput
 from tpuspec.fused_decoder import Model
 from tpuspec.kernel_choice import XLA, KernelChoice
-from tpuspec.kernels import SampledTokens, WarpedRows
+from tpuspec.kernels import SampledTokens
 from tpuspec.kv_cache import DecoderCache
 from tpuspec.lenience import lenient_coins, lenient_logits
 from tpuspec.logit_adjustment import NO_ID
+from tpuspec.ngram_drafts import agreement, either, look_up, one_hot
 from tpuspec.sampling import Purpose, uniforms
 from tpuspec.t5 import T5
 from tpuspec.token_logprobs import TokenLogprobs, token_logprobs
 
 
-def step(target: T5, draft: Model | None, state: DecodeState, *, draft_length: int,
+def step(target: T5, draft: Model | None, state: DecodeState,
+         looking_up_B: jax.Array | None = None, *, draft_length: int,
          target_width: int, source_positions: int, vocabulary_size: int,
          draft_width: int = 1, sampler: Sampler = Sampler.REJECTION,
          kernels: KernelChoice = XLA) -> tuple[DecodeState, StepOutput]:
     """Advances every active slot by 1 to ``draft_length + 1`` tokens.
 
     Args:
+      draft: makes the drafts; without one they are looked up, where the state has the
+        sources (see ``ngram_drafts``), and a slot for which none is found takes none.
+      looking_up_B: slots that take looked-up drafts, as far as any are found, and the
+        draft's own behind them; None is no slot.
       draft_length: γ, static.
       target_width: positions of the target pass, static; γ + 1 or more. What is more
         is padding: its K/V lies beyond every length and its logits are dropped.
@@ -52,17 +58,25 @@ def step(target: T5, draft: Model | None, state: DecodeState, *, draft_length: i
     else:
         coins = uniforms(slots.seed_B2, positions_BG)
         random_Bγ = coins[Purpose.DRAFT, :, :-1]
-    none_Bγ = jnp.zeros((pending_B.shape[0], 0))
-    drafted = SampledTokens(none_Bγ.astype(jnp.int32), WarpedRows(none_Bγ, none_Bγ, none_Bγ),
-                            none_Bγ.astype(bool))
-    draft_logits_BγV = jnp.zeros((pending_B.shape[0], 0, target.config.vocab_size))
+    limit_B = jnp.minimum(slots.draft_limit_B, draft_length)
+    found_BG = jnp.full(positions_BG.shape, NO_ID)
+    if state.source_BS is not None:
+        assert state.history_BT is not None
+        with jax.named_scope("look_up"):
+            found_BG = look_up(state.source_BS, state.history_BT, slots, draft_length + 1)
+    found_Bγ = found_BG[:, :-1]
     draft_cache = state.draft_cache
-    if draft_length:
-        assert draft is not None and draft_cache is not None
-        with jax.named_scope("draft"):
+    with jax.named_scope("draft"):
+        if draft is not None and draft_length:
+            assert draft_cache is not None
+            given_Bγ = None if looking_up_B is None else jnp.where(
+                looking_up_B[:, None], found_Bγ, NO_ID)
             drafted, draft_logits_BγV, draft_cache = propose(
-                draft, slots, draft_cache, random_Bγ, source_positions, vocabulary_size,
-                draft_width, coupled, kernels)
+                draft, slots, draft_cache, random_Bγ, given_Bγ, source_positions,
+                vocabulary_size, draft_width, coupled, kernels)
+        else:
+            drafted, draft_logits_BγV = one_hot(jnp.maximum(found_Bγ, 0), target.config.vocab_size)
+            limit_B = jnp.minimum(limit_B, _number(found_Bγ))
     drafts_Bγ = drafted.token_B
 
     with jax.named_scope("verify"):
@@ -72,7 +86,6 @@ def step(target: T5, draft: Model | None, state: DecodeState, *, draft_length: i
                                         state.target_cache, source_positions, kernels=kernels)
         logits_BGV = logits_BGV[:, :draft_length + 1]
     with jax.named_scope("accept"):
-        limit_B = jnp.minimum(slots.draft_limit_B, draft_length)
         index = jnp.arange(draft_length + 1)[None, :]
         examined_Bγ = index[:, :-1] < limit_B[:, None]
 
@@ -113,10 +126,21 @@ def step(target: T5, draft: Model | None, state: DecodeState, *, draft_length: i
         before_B = slots.length_B
         slots, output = commit(slots, tokens_BG, logprobs, accepted_B, limit_B,
                                overlap_Bγ, sound_B)
+        new_B = slots.length_B - before_B
         if history_BT is not None:
-            history_BT = appended(history_BT, before_B, tokens_BG, slots.length_B - before_B)
+            history_BT = appended(history_BT, before_B, tokens_BG, new_B)
+        if state.source_BS is not None:
+            in_prompt_B = before_B < slots.adjustments.first_B
+            output = output._replace(
+                found=jnp.where(in_prompt_B, NO_ID, _number(found_BG)),
+                agreed=jnp.where(in_prompt_B, 0, agreement(found_BG, tokens_BG, new_B)))
     return DecodeState(slots=slots, target_cache=target_cache, draft_cache=draft_cache,
-                       history_BT=history_BT), output
+                       history_BT=history_BT, source_BS=state.source_BS), output
+
+
+def _number(ids_BK: jax.Array) -> jax.Array:
+    """[B] how many ids there are; -1 is none."""
+    return jnp.sum((ids_BK != NO_ID).astype(jnp.int32), axis=1)
 
 
 def pending_token(slots: Slots) -> jax.Array:
@@ -134,13 +158,16 @@ def read(model: Model, tokens_BG: jax.Array, start_B: jax.Array, slots: Slots,
 
 
 def propose(draft: Model, slots: Slots, cache: DecoderCache, random_Bγ: jax.Array,
-            source_positions: int, vocabulary_size: int, width: int, coupled: bool,
-            kernels: KernelChoice) -> tuple[SampledTokens, jax.Array, DecoderCache]:
+            given_Bγ: jax.Array | None, source_positions: int, vocabulary_size: int, width: int,
+            coupled: bool, kernels: KernelChoice,
+            ) -> tuple[SampledTokens, jax.Array, DecoderCache]:
     """γ draft passes. Returns the drafts with the figures of their distributions, all [B, γ],
     the logits [B, γ, V] and the draft's cache.
 
     Args:
       random_Bγ: a uniform number for each draft; with coupled sampling one for each id.
+      given_Bγ: drafts that are there already, for the draft to go on from; -1 is none, and
+        None is none at all. The draft reads them as its own: its cache stays whole.
 
     The first pass reads the last two final tokens. The first of them is a rewrite
     with the same values, except after a step in which every draft was accepted,
@@ -149,7 +176,7 @@ def propose(draft: Model, slots: Slots, cache: DecoderCache, random_Bγ: jax.Arr
     options = slots.sampling.options()
 
     def sample(tokens_BG: jax.Array, start_B: jax.Array, row_B: jax.Array, random_B: jax.Array,
-               before_Bγ: jax.Array, cache: DecoderCache,
+               given_B: jax.Array | None, before_Bγ: jax.Array, cache: DecoderCache,
                ) -> tuple[tuple[SampledTokens, jax.Array], DecoderCache]:
         padding = max(width - tokens_BG.shape[1], 0)
         logits_BRV, cache = read(
@@ -162,26 +189,33 @@ def propose(draft: Model, slots: Slots, cache: DecoderCache, random_Bγ: jax.Arr
                 logits_BRV, (start_B + row_B + 1)[:, None], before_Bγ[:, None],
                 slots.eos_ids_BE), lambda: logits_BRV)[:, 0]
         if coupled:
-            return (propose_one(logits_BV, options, random_B, vocabulary_size), logits_BV), cache
-        return (kernels.sample_tokens(logits_BV, options, random_B,
-                                      vocabulary_size=vocabulary_size), logits_BV), cache
+            own = propose_one(logits_BV, options, random_B, vocabulary_size)
+        else:
+            own = kernels.sample_tokens(logits_BV, options, random_B,
+                                        vocabulary_size=vocabulary_size)
+        if given_B is None:
+            return (own, logits_BV), cache
+        given = one_hot(jnp.maximum(given_B, 0), logits_BV.shape[-1])
+        return either(given_B != NO_ID, given, (own, logits_BV)), cache
 
     start_B = jnp.maximum(slots.length_B - 2, 0)
     nothing_Bγ = jnp.full(random_Bγ.shape[:2], NO_ID)
     first, cache = sample(slots.last_two_B2, start_B, slots.length_B - 1 - start_B,
-                          random_Bγ[:, 0], nothing_Bγ, cache)
+                          random_Bγ[:, 0], None if given_Bγ is None else given_Bγ[:, 0],
+                          nothing_Bγ, cache)
 
-    def body(carry, random_B):
+    def body(carry, step):
         token_B, position_B, before_Bγ, cache = carry
+        random_B, given_B = step
         new_B1 = slots.adjustments.new(token_B[:, None], position_B[:, None])
         before_Bγ = jnp.concatenate([before_Bγ[:, 1:], new_B1], axis=1)
         sampled, cache = sample(token_B[:, None], position_B, jnp.zeros_like(position_B),
-                                random_B, before_Bγ, cache)
+                                random_B, given_B, before_Bγ, cache)
         return (sampled[0].token_B, position_B + 1, before_Bγ, cache), sampled
 
     (*_, cache), rest = lax.scan(
         body, (first[0].token_B, slots.length_B, nothing_Bγ, cache),
-        jnp.moveaxis(random_Bγ[:, 1:], 1, 0))
+        jax.tree.map(lambda x: jnp.moveaxis(x[:, 1:], 1, 0), (random_Bγ, given_Bγ)))
     drafted, logits_BγV = jax.tree.map(
         lambda one, more: jnp.moveaxis(jnp.concatenate([one[None], more]), 0, 1), first, rest)
     return drafted, logits_BγV, cache
@@ -265,6 +299,7 @@ def commit(slots: Slots, tokens_BG: jax.Array, logprobs: TokenLogprobs, accepted
     def beside_prompt(count_B: jax.Array) -> jax.Array:
         return jnp.maximum(count_B - prompt_B, 0)
 
+    nothing_B = jnp.zeros_like(num_B)
     new = (tokens_BG, logprobs)
     tokens_BG, logprobs = lax.cond(
         jnp.any(prompt_B > 0), lambda: jax.tree.map(behind_prompt, new), lambda: new)
@@ -272,7 +307,7 @@ def commit(slots: Slots, tokens_BG: jax.Array, logprobs: TokenLogprobs, accepted
         tokens=tokens_BG, num_tokens=beside_prompt(num_B),
         drafted=jnp.where(slots.active_B, beside_prompt(limit_B), 0),
         accepted=beside_prompt(kept_B), examined=beside_prompt(examined_B), finish=finish_B,
-        overlap=overlap_B, logprobs=logprobs)
+        overlap=overlap_B, found=nothing_B, agreed=nothing_B, logprobs=logprobs)
     adjustments = slots.adjustments.commit(
         jnp.where(index < output.num_tokens[:, None], tokens_BG, NO_ID), slots.active_B)
     running_B = slots.active_B & (finish_B == FinishReason.NONE)

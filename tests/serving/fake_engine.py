@@ -146,7 +146,8 @@ class FakeEngine:
         slots = self.config.slots
         output = StepOutput(
             np.zeros((slots, rung + 1), np.int32), *(np.zeros(slots, np.int32) for _ in range(5)),
-            np.zeros(slots, np.float32), TokenLogprobs(
+            np.zeros(slots, np.float32), np.zeros(slots, np.int32), np.zeros(slots, np.int32),
+            TokenLogprobs(
                 np.zeros((slots, rung + 1), np.float32),
                 np.zeros((slots, rung + 1, 20), np.float32),
                 np.zeros((slots, rung + 1, 20), np.int32)))

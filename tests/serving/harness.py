@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import dataclasses
+import pathlib
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -109,6 +110,15 @@ async def status_of(call: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
     except grpc.aio.AioRpcError as error:
         return error.code(), error.details() or ""
     return grpc.StatusCode.OK, ""
+
+
+def resident() -> int:
+    """Kilobytes of this process, in which both ends are; 0 where that is not told."""
+    try:
+        status = pathlib.Path("/proc/self/status").read_text()
+    except FileNotFoundError:
+        return 0
+    return int(next(line.split()[1] for line in status.splitlines() if "VmRSS" in line))
 
 
 def field_of(path: str, message=pb.GenerateRequest.DESCRIPTOR):

@@ -10,8 +10,10 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 
+import grpc
 import pytest
 from harness import on_server, run_cli
 
@@ -23,7 +25,7 @@ from tpuspec.serving.client import OPTIONS, BlockingClient, make_request
 @pytest.mark.parametrize("args", [["--help"], ["serve", "--help"], ["generate", "--help"],
                                   ["demo", "--help"], ["plan", "--help"], ["convert", "--help"],
                                   ["inspect", "--help"], ["batch", "--help"], ["bench", "--help"],
-                                  ["report", "--help"]])
+                                  ["report", "--help"], ["profile", "--help"]])
 def test_help_is_instant_and_imports_no_jax(args):
     code = ("import sys; from tpuspec.serving.cli import main\n"
             "try: main()\n"
@@ -101,6 +103,13 @@ def test_platform_that_is_absent_is_refused_at_the_start():
     assert "platform must be cpu on this machine, got tpu: no TPU device files" in result.stderr
 
 
+def test_looked_up_drafts_beside_a_model_are_chosen():
+    result = run_cli("serve", "--ngram_drafts", "--target", "a", "--draft", "b")
+    assert result.returncode == 1
+    line, = result.stderr.splitlines()
+    assert line.endswith("draft_length must be auto for ngram_drafts beside a draft model, got 3")
+
+
 def test_missing_checkpoint_is_one_clear_line(tmp_path):
     result = run_cli("serve", "--target", str(tmp_path / "nothing"))
     assert result.returncode == 1
@@ -175,13 +184,14 @@ def test_batch_larger_than_the_queue_waits_for_its_turn():
 
 
 @contextlib.contextmanager
-def serving(pair):
+def serving(pair, *flags):
     """A server process on a pair; its address, the one of its metrics, and the process."""
     process = subprocess.Popen(
         [sys.executable, "-c", "from tpuspec.serving.cli import main; main()", "serve",
          "--target", pair / "target", "--draft", pair / "draft", "--port", "0",
          "--slots", "2", "--source_buckets", "16", "--max_target_length", "32",
-         "--draft_lengths", "0,2", "--draft_length", "auto", "--metrics_port", "0"],
+         "--draft_lengths", "0,2", "--draft_length", "auto", "--ngram_drafts",
+         "--metrics_port", "0", *flags],
         stderr=subprocess.PIPE, text=True)
     try:
         said = []
@@ -200,8 +210,26 @@ def serving(pair):
         process.wait()
 
 
-def test_serve_loads_compiles_streams_and_drains(tiny_pair):
-    with serving(tiny_pair) as (address, metrics, process):
+def trace_of_steps(client, address, output) -> set[str]:
+    """Takes a trace in which the parts of a step have names; texts that were streamed meanwhile."""
+    profile = subprocess.Popen(
+        [sys.executable, "-c", "from tpuspec.serving.cli import main; main()", "profile",
+         "--server", address, "--seconds", "1", "--output", output, "--json"],
+        stdout=subprocess.PIPE, text=True)
+    texts = set()
+    while profile.poll() is None:
+        texts.add("".join(response.text for response in client.generate(
+            "one two", max_new_tokens=32, ignore_eos=True, draft_length=2)))
+    with profile.stdout as stdout:
+        files = [pathlib.Path(name) for name in json.load(stdout)["files"]]
+    trace, = (file.read_bytes() for file in files if file.name.endswith(".xplane.pb"))
+    for scope in (b"draft", b"verify", b"accept", b"commit"):
+        assert b"/" + scope + b"/" in trace, scope
+    return texts
+
+
+def test_serve_loads_compiles_streams_traces_and_drains(tiny_pair, tmp_path):
+    with serving(tiny_pair, "--profile_dir", tmp_path / "there") as (address, metrics, process):
         with BlockingClient(address) as client:
             model = client.get_model()
             assert model.platform == "cpu" and json.loads(model.target_config_json)
@@ -217,8 +245,50 @@ def test_serve_loads_compiles_streams_and_drains(tiny_pair):
             assert client.get_model().load.compilations == warm
             with urllib.request.urlopen(metrics) as reply:
                 assert b"tpuspec_generated_tokens_total{label=\"\"} 128.0" in reply.read()
+            assert trace_of_steps(client, address, tmp_path / "here") == texts
+            assert client.get_model().load.compilations == warm
         process.send_signal(signal.SIGTERM)
         assert process.wait(25) == 0  # at once: nothing runs that the 30 s of grace are for
+
+
+@pytest.mark.slow
+def test_server_killed_under_load_serves_the_same_again_after_its_warm_up(tiny_pair):
+    """Everything that a client sees: UNAVAILABLE, a port that opens again, the same ids."""
+    asked = dict(temperature=1.0, seed=7, max_new_tokens=32, ignore_eos=True, draft_length=2)
+    statuses = []
+
+    def load(address):
+        with BlockingClient(address) as client:
+            try:
+                while True:
+                    list(client.generate("one two three", max_new_tokens=32, ignore_eos=True))
+            except grpc.RpcError as error:
+                statuses.append(error.code())
+
+    def ids(address):
+        with BlockingClient(address) as client:
+            return [t.id for response in client.generate("one two", **asked)
+                    for t in response.tokens]
+
+    began = time.monotonic()
+    with serving(tiny_pair) as (address, _, process):
+        first = time.monotonic() - began
+        expected = ids(address)
+        clients = [threading.Thread(target=load, args=(address,)) for _ in range(8)]
+        for client in clients:
+            client.start()
+        time.sleep(3.0)
+        process.kill()
+        for client in clients:
+            client.join(30)
+            assert not client.is_alive()
+    assert statuses == [grpc.StatusCode.UNAVAILABLE] * 8
+    began = time.monotonic()
+    with serving(tiny_pair, "--port", address.rpartition(":")[2]) as (again, _, _):
+        second = time.monotonic() - began
+        assert again == address and ids(address) == expected
+    print(f"started in {first:.1f} s, after the kill in {second:.1f} s")
+    assert second < 1.5 * first + 5.0  # programs come from the cache; the machine may be busy
 
 
 @pytest.mark.slow

@@ -1,7 +1,10 @@
 """``tpuspec compile``: what it refuses, and what it prints. Programs are compiled in
 ``tests/test_program_report.py``."""
 
+import contextlib
+import io
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -32,13 +35,14 @@ ROW = ProgramRow(name="draft pass", hbm_bytes=2**30, temporary_bytes=2**20, floo
 
 
 def fake_report(fits: bool, models: list[T5Config | None]):
-    def report(topology, target, draft, config, *, dtype, mesh_shape, progress):
+    def report(topology, target, draft, config, *, dtype, mesh_shape, vocabulary_size, progress):
         models[:] = target, draft
         progress("draft pass", 0, 1)
         return ProgramReport(
             topology=f"{topology.generation}", mesh=mesh_shape, slots=config.slots,
             weight_bytes=2**31, cache_bytes=2**30, total_bytes=2**32, programs=(ROW,),
-            hbm_bytes=2**33 if fits else 2**31, c=0.02, widening={0: 1.0, 7: 1.05},
+            hbm_bytes=2**33 if fits else 2**31, slots_that_fit={128: 40, 512: 9},
+            c=0.02, widening={0: 1.0, 7: 1.05},
             predicted_speedup=({"task": "translation", "temperature": 0, "alpha": 0.75,
                                 "gamma": 7, "speedup": 3.1, "paper_gamma": 7,
                                 "paper_expected": 3.2, "paper_measured": 3.4},))
@@ -65,6 +69,7 @@ def test_the_table(run):
     assert "draft pass" in out and " 1.000   2.00            3" in out
     assert ("weights 2.00 GiB + caches 1.00 GiB + the largest program's own 1.00 GiB = "
             "4.00 of 8.00 GiB: fits.") in out
+    assert "(the program's own memory taken as here): 128: 40, 512: 9." in out
     assert "c = 0.0200; T(8)/T(1) = 1.050" in out and "3.10x   (3.2x; 3.4x)" in out
     assert "Static estimates, not measurements" in out
 
@@ -88,3 +93,33 @@ def test_models_are_public_sizes_or_directories(run, tmp_path):
     assert models == [checkpoint.describe(directory).config, preset("t5-v1_1-small")]
     with pytest.raises(ValueError, match=f"no checkpoint at {tmp_path}"):
         run("--target", str(tmp_path))
+
+
+def test_programs_are_kept_for_a_server_whose_command_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(platform, "prepare_compiler", lambda: None)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    kept, sizes = [], []
+
+    def report(*positional, vocabulary_size, **named):
+        kept.append(os.environ.get("JAX_COMPILATION_CACHE_DIR"))
+        sizes.append(vocabulary_size)
+        return fake_report(True, [])(*positional, vocabulary_size=vocabulary_size, **named)
+
+    monkeypatch.setattr(program_report, "report", report)
+    pair = Path(tpuspec.__file__).parent / "demo_pair"
+    flags = ["--target", str(pair / "target"), "--draft", str(pair / "draft"), "--slots", "2",
+             "--source", "64", "--length", "72", "--draft_lengths", "0,3", "--json"]
+    for more in ([], ["--cache_dir", str(tmp_path)]):
+        with contextlib.redirect_stderr(io.StringIO()) as told:
+            assert compile_command.run(make_parser().parse_args(["compile", *flags, *more])) == 0
+    assert kept == [None, str(tmp_path)]  # a cache of the user's is not filled unasked
+    assert sizes == 2 * [checkpoint.describe(pair / "target").vocabulary.size]
+    command = told.getvalue().strip().splitlines()[-1].strip()
+    variable, program, *words = command.split()
+    assert (variable, program) == (f"JAX_COMPILATION_CACHE_DIR={tmp_path}", "tpuspec")
+    served = make_parser().parse_args(words)
+    assert (served.slots, served.source_buckets, served.max_target_length) == (2, (64,), 67)
+    assert (served.draft_lengths, served.draft_length) == ((0, 3), 3)
+    with pytest.raises(ValueError, match="target must be a checkpoint with its vocabulary for "
+                                         "cache_dir, got t5-v1_1-xxl"):
+        compile_command.run(make_parser().parse_args(["compile", "--cache_dir", str(tmp_path)]))

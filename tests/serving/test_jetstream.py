@@ -96,10 +96,32 @@ def test_every_stream_has_a_message_and_exactly_the_tokens_asked_for():
     on_server(body)
 
 
+def test_samples_have_their_places_in_every_message():
+    async def body(it):
+        own = await it.answer([10], n=2, temperature=0.5, seed=7, max_new_tokens=6)
+        expected = [[token.id for r in own.responses if r.index == index for token in r.tokens]
+                    for index in range(2)]
+        metadata = (("x-tpuspec-temperature", "0.5"), ("x-tpuspec-seed", "7"))
+        content = jet.DecodeRequest.TokenContent(token_ids=[10])
+        async with grpc.aio.insecure_channel(it.address) as channel:
+            call = jetstream_pb2_grpc.OrchestratorStub(channel).Decode(jet.DecodeRequest(
+                token_content=content, max_tokens=6, num_samples=2), metadata=metadata)
+            outputs: list[list[int]] = [[], []]
+            async for response in call:  # as JetStream's requester reads them
+                samples = response.stream_content.samples
+                assert len(samples) == 2 and sum(bool(s.token_ids) for s in samples) == 1
+                for index, sample in enumerate(samples):
+                    outputs[index] += sample.token_ids
+        assert outputs == expected and expected[0] != expected[1]
+
+    on_server(body)
+
+
 def test_what_this_server_does_not_have_is_refused_by_name():
     async def body(it):
         for fields, expected in (
-                (dict(num_samples=2), ("num_samples", "must be 0 or 1, got 2")),
+                (dict(num_samples=3), ("num_samples", "must be in [1, 2], got 3")),
+                (dict(num_samples=-1), ("num_samples", "must be in [1, 2], got -1")),
                 (dict(lora_adapter_id="a"), ("lora_adapter_id", "must be empty: this server")),
                 (dict(max_tokens=-1), ("max_tokens", r"must be in [1, 100], got -1")),
                 (dict(max_tokens=101), ("max_tokens", r"must be in [1, 100], got 101")),

@@ -130,18 +130,26 @@ def test_speedup_of_a_hand_computable_engine(fake_models, monkeypatch, tmp_path,
     assert three["tokens_per_target_run"] == pytest.approx(2.0)
     # Two tokens a step, and a step takes as long as a plain one here.
     assert three["observed_speedup"] == pytest.approx(2.0, rel=0.5)
+    assert three["predicted_tokens_per_target_run"] == pytest.approx(1.875)
+    assert three["predicted_plain_steps_per_step"] == pytest.approx(3 * 0.25 + 1.25)
+    assert one["predicted_speedup_with_ends"] == pytest.approx(2.0 / (0.25 + 1.05), rel=0.05)
+    assert three["timed_plain_steps_per_step"] == pytest.approx(2.0)
+    assert three["plain_steps_per_step"] == pytest.approx(1.0, rel=0.5)
     assert three["observed_speedup_low"] <= three["observed_speedup"] <= three[
         "observed_speedup_high"]
     assert one["plain_first_token_ms"] > 3.9
     printed = measure_speedup.text(document)
     assert "one request at a time: 2 prompts, 3 repeats" in printed and "made up" in printed
+    assert "2.00 tokens, by Eq. (1) 1.88;" in printed
 
 
 def test_figures_of_runs_by_hand():
     runs = measure_speedup.Runs(2, 3)
     runs.decode_tokens[:] = [[10, 10, 10], [30, 30, 30]]
     runs.decode_seconds[:] = [[1, 1, 9], [3, 4, 3]]
+    runs.decode_steps[:] = [[2, 2, 2], [6, 6, 6]]
     runs.tokens[:], runs.seconds[:] = runs.decode_tokens, runs.decode_seconds
+    assert runs.step_seconds == pytest.approx(5 / 8)
     assert runs.rate(np.arange(2)) == pytest.approx(40 / 5)  # of 10, 8 and 40 / 12
     assert runs.rate(np.array([0, 0])) == pytest.approx(10)
     assert measure_speedup._identical(runs) == pytest.approx((9 + 4 / 3) / 2)
@@ -151,6 +159,28 @@ def test_figures_of_runs_by_hand():
     assert measure_speedup.spread(np.array([1.0, 2.0, 3.0]))["median"] == 2.0
     runs.decode_tokens[0] = 0
     assert np.isnan(runs.rate(np.array([0, 0])))
+
+
+def test_tokens_of_a_step_of_outputs_that_end():
+    """All accepted, three drafts: 10 tokens are 4 + 4 + 2, and 4 + 2 + ... after the first."""
+    of = measure_speedup._tokens_of_a_step
+    assert of(np.array([[10.0]]), 1.0, 3) == pytest.approx((4 + 2) / 2)
+    assert of(np.array([[10.0, 8.0]]), 1.0, 3) == pytest.approx((4 + 2 + 4) / 3)
+    assert np.isnan(of(np.array([[4.0, 2.0]]), 1.0, 3))
+    assert of(np.array([[10_000.0]]), 0.7, 3) == pytest.approx(
+        theory.expected_tokens(0.7, 3), rel=1e-3)
+    # Simulated: a rejection after k drafts gives k + 1 tokens, and the end cuts.
+    rng, tokens, steps = np.random.default_rng(0), 0, 0
+    for _ in range(5000):
+        left, first = 13, True
+        while left > 0:
+            accepted = next((k for k in range(3) if rng.random() >= 0.8), 3)
+            given = min(accepted + 1, left)
+            left -= given
+            if not first:
+                tokens, steps = tokens + given, steps + 1
+            first = False
+    assert of(np.array([[13.0]]), 0.8, 3) == pytest.approx(tokens / steps, rel=0.02)
 
 
 def test_costs_before_and_after_are_taken_together():

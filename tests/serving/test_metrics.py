@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import socket
+import threading
 import urllib.request
 
 import pytest
@@ -72,9 +73,10 @@ def test_our_own_figures():
         assert found["tpuspec_requests_total{outcome=finished}"] == 2
         assert (found["tpuspec_slots"], found["tpuspec_active_slots"]) == (2, 0)
         for name in ("queue", "time_to_first_token", "time_per_output_token", "request"):
-            assert found[f"tpuspec_{name}_seconds_count"] == 2, name
+            for label in ("a", ""):
+                assert found[f"tpuspec_{name}_seconds_count{{label={label}}}"] == 1, name
         # 4 tokens after the first step, 2 ms each when plain.
-        spent = found["tpuspec_time_per_output_token_seconds_sum"]
+        spent = found["tpuspec_time_per_output_token_seconds_sum{label=a}"]
         assert found["tpuspec_observed_speedup"] > 0 and spent > 0
 
     on_server(body, FakeEngine(accepts=1))
@@ -100,7 +102,7 @@ def test_cancelled_requests_count_once_and_counters_never_fall():
         first = scrape(it)
         assert first["tpuspec_requests_total{outcome=cancelled}"] == 1
         assert first["tpuspec_generated_tokens_total{label=}"] >= 4
-        assert first["tpuspec_request_seconds_count"] == 0
+        assert "tpuspec_request_seconds_count{label=}" not in first
         await it.answer([10, 9])
         second = scrape(it)
         assert all(second[name] >= value for name, value in first.items()
@@ -113,9 +115,11 @@ def test_labels_of_requests_are_bounded_in_number():
     async def body(it):
         for number in range(metrics.MOST_LABELS + 5):
             await it.answer([10, 2], label=f"label {number}")
-        series = [name for name in scrape(it) if name.startswith("tpuspec_target_runs_total")]
-        assert len(series) == metrics.MOST_LABELS + 1
-        assert scrape(it)["tpuspec_target_runs_total{label=other}"] == 5
+        found = scrape(it)
+        for name in ("tpuspec_target_runs_total", "tpuspec_time_to_first_token_seconds_count"):
+            series = [one for one in found if one.startswith(name)]
+            assert len(series) == metrics.MOST_LABELS + 1
+            assert found[f"{name}{{label=other}}"] == 5
 
     on_server(body)
 
@@ -140,3 +144,46 @@ def test_served_over_http_on_a_port_of_its_own():
                 it.server.metrics.serve("localhost", number)
 
     on_server(body)
+
+
+@pytest.mark.parametrize("accept, kind", [
+    ("application/openmetrics-text; version=1.0.0", "application/openmetrics-text"),
+    ("application/openmetrics-text; version=one", "text/plain"),
+    ("text/plain; version=x; q=nonsense, */*", "text/plain"), (";;=,=;", "text/plain"),
+    ("text/plain;version=", "text/plain"), ("a" * 5000, "text/plain")])
+def test_malformed_accept_header_is_answered_in_the_plain_format(accept, kind):
+    async def body(it):
+        port = it.server.metrics.serve("localhost", 0)
+
+        def read() -> tuple[str, str]:
+            request = urllib.request.Request(f"http://localhost:{port}/metrics",
+                                             headers={"Accept": accept})
+            with urllib.request.urlopen(request) as reply:
+                return reply.headers["Content-Type"], reply.read().decode()
+
+        found, text = await asyncio.to_thread(read)
+        assert found.startswith(kind) and "tpuspec_slots 2.0" in text
+
+    on_server(body)
+
+
+def test_connections_that_say_nothing_are_closed_and_hold_no_thread(monkeypatch, capfd):
+    assert metrics.HTTP_SECONDS == 10
+    monkeypatch.setattr(metrics, "HTTP_SECONDS", 0.5)
+
+    async def body(it):
+        port = it.server.metrics.serve("localhost", 0)
+        silent = [await asyncio.open_connection("localhost", port) for _ in range(10)]
+        for number, (_, writer) in enumerate(silent):
+            writer.write(b"GET /metrics HT"[:number])  # the beginning of a request, or nothing
+        with urllib.request.urlopen(f"http://localhost:{port}/metrics") as reply:
+            assert reply.status == 200
+        async with asyncio.timeout(10):
+            for reader, writer in silent:
+                assert await reader.read() == b""
+                writer.close()
+            while any("process_request" in thread.name for thread in threading.enumerate()):
+                await asyncio.sleep(0.02)
+
+    on_server(body)
+    assert capfd.readouterr().err == ""

@@ -5,15 +5,17 @@ import json
 import pathlib
 import subprocess
 import sys
+import time
 
 import grpc
 import pytest
 from fake_engine import FakeEngine
-from harness import on_server, running
+from harness import on_server, running, status_of
 
 from tpuspec.protos import open_inference_pb2 as oip
 from tpuspec.protos import open_inference_pb2_grpc
-from tpuspec.serving.client import error_details
+from tpuspec.serving import inference_messages
+from tpuspec.serving.client import error_details, make_request
 
 CHILD = pathlib.Path(__file__).with_name("triton_child.py")
 Tensor = oip.ModelInferRequest.InferInputTensor
@@ -44,6 +46,12 @@ def check(seen: dict, own: list[int]) -> None:
         {"name": "input_ids", "datatype": "INT32", "shape": ["-1"]}]
     config = seen["config"]["config"]
     assert config["model_transaction_policy"] == {"decoupled": True}
+    assert config["dynamic_batching"] == {"priority_levels": "201", "default_priority_level": "101"}
+    before, after = (seen[what]["model_stats"] for what in ("statistics before", "statistics"))
+    assert before == [{"name": "count", "version": "1", "inference_stats": {
+        "success": {}, "fail": {}, "queue": {}, "compute_infer": {}}}]
+    assert after[0]["inference_count"] == after[0]["inference_stats"]["success"]["count"] == "4"
+    assert after[0]["inference_stats"]["fail"]["count"] == "1"  # that was out of time
     assert [tensor["data_type"] for tensor in config["output"]] == [
         "TYPE_STRING", "TYPE_INT32", "TYPE_STRING"]
     assert seen["no such model"]["status"] == "StatusCode.NOT_FOUND"
@@ -176,8 +184,9 @@ FLAG = oip.InferParameter(bool_param=True)
      r"parameters.max_new_tokens is not an option: max_tokens is"),
     (text(parameters={"timeout": oip.InferParameter(int64_param=-1)}),
      r"parameters.timeout must be at least 0, got -1"),
-    (text(parameters={"priority": oip.InferParameter(uint64_param=1)}),
-     "parameters.priority is not an option of this server"),
+    (text(parameters={"priority": oip.InferParameter(uint64_param=202)}),
+     r"parameters.priority must be an integer in .0, 201."),
+    (text(parameters={"priority": FLAG}), "parameters.priority must be an integer in"),
     (text(parameters={"n": oip.InferParameter(int64_param=2)}),
      "parameters.n is not an option of this server"),
     (text(parameters={"timeout": FLAG}), "parameters.timeout is not an option"),
@@ -206,6 +215,62 @@ def test_what_is_wrong_is_named_and_the_stream_goes_on(request_, message):
             assert good and all(r.id == "good" for r in good)
 
     on_server(body)
+
+
+def test_triton_priorities_are_ours_the_other_way_round():
+    for level, ours in ((0, 0), (101, 0), (1, 100), (201, -100), (100, 1)):
+        request = text(parameters={"priority": oip.InferParameter(uint64_param=level)})
+        assert inference_messages.asked(request).message.priority == ours
+
+
+def test_lowest_level_leaves_the_queue_first():
+    async def body(it):
+        async with grpc.aio.insecure_channel(it.address) as channel:
+            running = [it.client.generate(make_request([10], max_new_tokens=20)) for _ in range(2)]
+            for stream in running:
+                await anext(stream)
+            call = stub(channel).ModelStreamInfer(iter([
+                ids((10, 2), id=str(level), parameters={
+                    "priority": oip.InferParameter(uint64_param=level)})
+                for level in (150, 0, 50, 1)]))
+            ended = [r.infer_response.id async for r in call if r.infer_response.parameters[
+                "triton_final_response"].bool_param]
+            assert ended[:2] == ["1", "50"] and ended[2:] == ["0", "150"]
+            for stream in running:
+                await stream.aclose()
+
+    on_server(body, FakeEngine(step_seconds=0.05))
+
+
+def test_statistics_are_sums_over_requests_of_every_dialect():
+    async def body(it):
+        async with grpc.aio.insecure_channel(it.address) as channel:
+            began = time.time()
+            await stub(channel).ModelInfer(ids((10, 7)))  # 2 steps
+            await it.answer([10, 11])  # 3
+            await status_of(it.answer([13, 9]))  # non-finite logits in the first one
+            stream = it.client.generate(make_request([10]))
+            await anext(stream)
+            await stream.aclose()
+            await it.until_idle()
+            steps = it.engine.steps
+            found, = (await stub(channel).ModelStatistics(
+                oip.ModelStatisticsRequest(name="count"))).model_stats
+            sums = found.inference_stats
+            assert (found.inference_count, found.execution_count) == (2, steps)
+            assert sums.success.count == sums.queue.count == sums.compute_infer.count == 2
+            assert sums.fail.count == 2 and sums.fail.ns >= 2 * 20e6
+            # Both were let in at once, and ran for 5 steps of 20 ms.
+            assert abs(sums.success.ns - sums.queue.ns - sums.compute_infer.ns) <= 1
+            assert 5 * 20e6 <= sums.compute_infer.ns <= 1e9 * (time.time() - began)
+            assert began <= 1e-3 * found.last_inference + 1e-3 <= time.time()
+            for name, version in (("other", ""), ("count", "2"), ("", "2")):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await stub(channel).ModelStatistics(
+                        oip.ModelStatisticsRequest(name=name, version=version))
+                assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+    on_server(body, FakeEngine(step_seconds=0.02))
 
 
 def test_unknown_field_numbers_are_refused():

@@ -16,6 +16,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from harness import Running, run_cli, running
 from request_fuzz import METHODS
 
+from tpuspec.serving.channel import MAX_MESSAGE_BYTES
 from tpuspec.serving.client import BlockingClient, Client, make_request
 from tpuspec.serving.security import ClientSecurity, ServerSecurity, read_token
 
@@ -112,6 +113,7 @@ def test_mutual_tls_asks_clients_for_a_certificate(files):
     async def body(it: Running):
         for name, expected in (("client", grpc.StatusCode.OK),
                                (None, grpc.StatusCode.UNAVAILABLE),
+                               ("expired", grpc.StatusCode.UNAVAILABLE),
                                ("stranger", grpc.StatusCode.UNAVAILABLE)):
             assert await status(it.address, of_client(files, name=name)) == expected, name
 
@@ -168,6 +170,40 @@ def test_tokens_of_a_file_that_is_read_again(tmp_path):
     on(ServerSecurity(tokens=str(path)), body)
 
 
+def test_who_is_refused_leaves_a_running_stream_alone(files, tmp_path):
+    """Plain text, foreign and expired certificates, no token and a wrong one, a message that is
+    too large and a handshake that never ends, all beside one stream."""
+    async def main():
+        security = of_server(files, client_ca=files["ca"],
+                             tokens=write(tmp_path / "tokens", b"a-token\n"))
+        async with running(FakeEngine(step_seconds=0.05), security=security) as it:
+            good = of_client(files, name="client", token="a-token")
+            async with Client(it.address, good) as client:
+                stream = client.generate(make_request([10], draft_length=0))
+                await anext(stream)
+                reader, writer = await asyncio.open_connection(*it.address.split(":"))
+                writer.write(b"\x16\x03\x01\x02\x00\x01")  # the beginning of a TLS greeting
+                for bad, expected in (
+                        (ClientSecurity(), grpc.StatusCode.UNAVAILABLE),
+                        (of_client(files, "other_ca", name="client"), grpc.StatusCode.UNAVAILABLE),
+                        (of_client(files, name="expired"), grpc.StatusCode.UNAVAILABLE),
+                        (of_client(files), grpc.StatusCode.UNAVAILABLE),
+                        (of_client(files, name="client"), grpc.StatusCode.UNAUTHENTICATED),
+                        (of_client(files, name="client", token="b"),
+                         grpc.StatusCode.UNAUTHENTICATED)):
+                    assert await status(it.address, bad) == expected
+                with pytest.raises(grpc.aio.AioRpcError) as large:
+                    await anext(client.generate(make_request("o" * (MAX_MESSAGE_BYTES + 1))))
+                assert large.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                rest = [token.id async for response in stream for token in response.tokens]
+                assert rest == [*range(12, 111)]
+                writer.close()
+            load = it.server._loop.load
+            assert load.accepted == load.finished == 1
+
+    asyncio.run(main())
+
+
 def test_a_token_is_asked_for_in_every_dialect(tmp_path):
     async def body(it: Running):
         async with grpc.aio.insecure_channel(it.address) as channel:
@@ -180,6 +216,8 @@ def test_a_token_is_asked_for_in_every_dialect(tmp_path):
                             if method.server_streaming else
                             channel.unary_unary(path)(request))
                     assert await call.code() is grpc.StatusCode.UNAUTHENTICATED, path
+                silent = channel.stream_stream(path)()  # refused before anything is sent
+                assert await silent.code() is grpc.StatusCode.UNAUTHENTICATED, path
 
     on(ServerSecurity(tokens=write(tmp_path / "tokens", b"a-token\n")), body)
 

@@ -1,6 +1,7 @@
 """Clients that go away, deadlines, floods and large messages, over real gRPC."""
 
 import asyncio
+import contextlib
 import random
 import subprocess
 import sys
@@ -10,13 +11,17 @@ import grpc
 import pytest
 from fake_engine import FakeEngine, FakeVocabulary
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from harness import Answer, health, on_server, status_of
+from harness import Answer, health, on_server, resident, status_of
 
-from tpuspec.serving import server
+from tpuspec.serving import malformed, server
 from tpuspec.serving.channel import MAX_MESSAGE_BYTES
 from tpuspec.serving.client import BlockingClient, Client, error_details, make_request
+from tpuspec.serving.engine_loop import EngineLoop
+from tpuspec.serving.errors import RequestError
 from tpuspec.serving.server import Server
 from tpuspec.serving.service import ModelInfo
+from tpuspec.serving.token_stream import TokenStream
+from tpuspec.serving.validation import Door
 
 SERVICE = "tpuspec.v1.Generation"
 MANY_STREAMS = """
@@ -62,23 +67,84 @@ def test_client_that_goes_away_frees_its_slot_and_disturbs_nobody():
     on_server(body, FakeEngine(step_seconds=0.002))
 
 
-def test_slot_of_a_cancelled_request_is_free_within_one_step():
+class CancelledInside(FakeEngine):
+    """Has its first request cancelled at the worst moments, and notes who is in which step."""
+
+    def __init__(self, when: str):
+        super().__init__()
+        self.when, self.cancel = when, lambda: None
+        self.sources: list[set[tuple[int, ...]]] = []
+        self.mark: int | None = None  # steps that were launched when it was cancelled
+
+    def insert(self, slot, source, **options):
+        super().insert(slot, source, **options)
+        self._now("insert")
+
+    def step(self):
+        if len(self.sources) == 3:
+            self._now("launch")
+        self.sources.append({row.source for row in self.rows.values()})
+        handle = super().step()
+        if len(self.sources) == 4:
+            read, handle.read = handle.read, lambda: (self._now("read"), read())[1]
+        return handle
+
+    def _now(self, when):
+        if when == self.when and self.mark is None:
+            self.mark = len(self.sources)
+            self.cancel()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("when", ["insert", "launch", "read"])
+def test_cancelled_request_is_in_one_more_step_at_the_most(when, overlap):
+    async def main():
+        engine = CancelledInside(when)
+        loop = EngineLoop(engine, None, queue_limit=2, overlap=overlap)
+        door = Door(engine.config, vocabulary_size=engine.vocabulary_size, eos_id=1,
+                    vocabulary=None)
+        streams = [TokenStream() for _ in range(3)]
+        tickets = [loop.submit(door.check(make_request([10 * n], draft_length=0)), stream)
+                   for n, stream in enumerate(streams, 1)]
+        engine.cancel = lambda: loop.cancel(tickets[0])
+        loop.start()
+        with pytest.raises(RequestError, match="cancelled"):
+            async for _ in streams[0]:
+                pass
+        for n, stream in enumerate(streams[1:], 2):  # the third took its place
+            ids = [token.id async for chunk in stream for token in chunk.tokens]
+            assert ids == [*range(10 * n + 1, 10 * n + 101)]
+        assert await asyncio.to_thread(loop.stop, 5.0)
+        assert any((10, 1) in sources for sources in engine.sources)
+        later = engine.sources[engine.mark:]
+        assert sum((10, 1) in sources for sources in later) <= 1
+        # With the step in flight these are two; the next one has the slot's next tenant.
+        assert all((30, 1) in sources for sources in later[1:90])
+
+    asyncio.run(main())
+
+
+def test_slot_of_a_client_that_cancels_is_free_within_two_steps():
     async def body(it):
         streams = [it.client.generate(make_request(**ENDLESS)) for _ in range(2)]
         for stream in streams:
             await anext(stream)
         await streams[0].aclose()
         began = it.engine.steps
-        answer = await it.answer([50, 0])
-        # One step in flight, one launched before the cancel arrived, one with the answer.
-        assert answer.ids == [1] and it.engine.steps - began <= 5
+        while len(it.engine.rows) == 2:
+            await asyncio.sleep(0.005)
+        assert it.engine.steps - began <= 2
+        assert (await it.answer([50, 0])).ids == [1]
         await streams[1].aclose()
 
-    on_server(body, FakeEngine(step_seconds=0.1))
+    on_server(body, FakeEngine(step_seconds=0.25))
 
 
-def kill_clients(rounds: int) -> None:
-    """Each time a process with 30 streams, of which two run and the others wait."""
+def kill_clients(rounds: int) -> list[int]:
+    """Each time a process with 30 streams, of which two run and the others wait; memory after
+    each."""
+    memory = []
+
     async def body(it):
         for number in range(1, rounds + 1):
             child = await asyncio.create_subprocess_exec(
@@ -89,13 +155,15 @@ def kill_clients(rounds: int) -> None:
             began = it.engine.steps
             child.kill()
             load = await it.until_idle()
-            # The step in flight, and one that was launched before the connection broke.
-            assert it.engine.steps - began <= 4
+            # Long ones: what a busy machine takes until it knows of it must be less than one.
+            assert it.engine.steps - began <= 2
             assert load.cancelled == 30 * number and load.finished == 0
             await child.wait()
+            memory.append(resident())
         assert (await it.answer([10, 3])).ids == [11, 12, 13, 1]
 
-    on_server(body, FakeEngine(step_seconds=0.1))
+    on_server(body, FakeEngine(step_seconds=0.4))
+    return memory
 
 
 def test_killed_client_process_frees_its_slots_and_places():
@@ -103,8 +171,11 @@ def test_killed_client_process_frees_its_slots_and_places():
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_three_hundred_killed_streams():
-    kill_clients(10)
+    memory = kill_clients(10)
+    print(memory)
+    assert memory[-1] < 1.05 * memory[1], memory
 
 
 def test_reader_that_never_reads_holds_no_slot():
@@ -177,6 +248,22 @@ def test_large_messages_work_with_the_shipped_client_or_fail_with_the_limit():
     on_server(body)
 
 
+def test_messages_of_clients_without_a_limit_are_refused_by_the_server():
+    async def body(it):
+        data = b"x" * (MAX_MESSAGE_BYTES + 1)
+        async with grpc.aio.insecure_channel(
+                it.address, options=[("grpc.max_send_message_length", -1)]) as channel:
+            stream = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")()
+            await stream.write(data)
+            for call in (channel.unary_stream(f"/{SERVICE}/Generate")(data),
+                         channel.unary_unary(f"/{SERVICE}/GetModel")(data), stream):
+                assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+                assert str(MAX_MESSAGE_BYTES) in await call.details()
+        assert (await it.answer([10, 3])).reason == "eos"
+
+    on_server(body)
+
+
 def test_shipped_clients_take_more_than_grpcs_usual_four_megabytes():
     async def main():
         large = Server(FakeEngine(), FakeVocabulary(), ModelInfo(
@@ -227,6 +314,62 @@ def test_silent_connection_is_closed_and_disturbs_nobody(monkeypatch):
                 await reader.read()  # to its end
                 writer.close()
         assert (await it.answer([10, 3])).ids == [11, 12, 13, 1]
+
+    on_server(body)
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """Of HTTP/2."""
+    return len(payload).to_bytes(3) + bytes([kind, flags]) + stream.to_bytes(4) + payload
+
+
+def test_requests_that_never_end_hold_no_slot_and_are_refused(monkeypatch):
+    """Slow-loris: a call that is begun as it should be, and a message that comes byte by byte."""
+    assert malformed.ARRIVAL_SECONDS == 30
+    monkeypatch.setattr(malformed, "ARRIVAL_SECONDS", 1.5)
+    headers = {":method": "POST", ":scheme": "http", ":authority": "localhost", "te": "trailers",
+               "content-type": "application/grpc"}
+
+    async def dribble(address: str, method: str) -> tuple[bytes, float]:
+        """What the server said, and after how long."""
+        packed = b"".join(bytes([0, len(key), *key.encode(), len(value), *value.encode()])
+                          for key, value in (headers | {":path": f"/{SERVICE}/{method}"}).items())
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + frame(4, 0, 0)
+                     + frame(1, 4, 1, packed)  # and that 100 bytes will come:
+                     + frame(0, 0, 1, b"\0" + (100).to_bytes(4)))
+        began, said = time.monotonic(), b""
+        while b"did not arrive" not in said:
+            writer.write(frame(0, 0, 1, b"\x12"))
+            with contextlib.suppress(TimeoutError):
+                said += await asyncio.wait_for(reader.read(1 << 16), 0.1)
+            assert time.monotonic() - began < 15
+        writer.close()
+        await writer.wait_closed()
+        return said, time.monotonic() - began
+
+    async def body(it):
+        slow = [asyncio.ensure_future(dribble(it.address, method))
+                for method in ("Generate", "GetModel") for _ in range(10)]
+        await asyncio.sleep(0.5)
+        load = (await it.client.get_model()).load
+        assert load.active_slots == load.accepted == 0
+        assert (await it.answer([10, 3])).ids == [11, 12, 13, 1]
+        for said, seconds in await asyncio.gather(*slow):
+            # The bytes of a name, a length and a value in the trailers.
+            assert b"grpc-status\x014" in said and seconds >= 1.5
+        assert (await it.answer([10, 3])).ids == [11, 12, 13, 1]
+        assert (await it.client.get_model()).load.accepted == 2
+
+    on_server(body)
+
+
+def test_call_without_a_request_is_refused():
+    async def body(it):
+        async with grpc.aio.insecure_channel(it.address) as channel:
+            call = channel.stream_stream(f"/{SERVICE}/Generate")(iter([]))
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert await call.details() == "the call ended without a request"
 
     on_server(body)
 

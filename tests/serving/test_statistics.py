@@ -139,6 +139,7 @@ def test_drafts_beyond_a_stop_string_are_not_counted_as_accepted():
         tokens=np.array([[10, 11, 12, 13]], np.int32), num_tokens=np.array([4]),
         drafted=np.array([3]), accepted=np.array([3]), examined=np.array([3]),
         finish=np.array([0]), overlap=np.array([2.4], np.float32),
+        found=np.array([0]), agreed=np.array([0]),
         logprobs=TokenLogprobs(*(np.zeros((1, 4, 1)[:n], np.float32) for n in (2, 3, 3))))
     request = Request(request_id="", source=(1,), sampling=SamplingParams(), seed=0,
                       max_new_tokens=9, eos_ids=(), stop=("k",), draft_length=3)

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import inspect
 import math
 
 import grpc
@@ -9,6 +10,7 @@ import pytest
 from fake_engine import CONFIG, FakeVocabulary
 from harness import field_of, on_server, status_of
 
+from tpuspec.engine import Engine
 from tpuspec.protos import generation_pb2 as pb
 from tpuspec.sampling import SamplingParams
 from tpuspec.serving.client import make_request
@@ -120,6 +122,20 @@ def test_options_reach_the_request():
     assert (request.min_new_tokens, request.logprobs) == (3, 0)
     assert DOOR.check(make_request("one")).logprobs is None
     assert DOOR.check(make_request([5], allowed_ids=[1])).sampling.allowed_ids == (1,)
+
+
+def test_every_option_of_the_engine_is_in_the_proto():
+    assert {field.name for field in dataclasses.fields(SamplingParams)} == set(
+        pb.Sampling.DESCRIPTOR.fields_by_name)
+    request = pb.GenerateRequest.DESCRIPTOR
+    named = {*request.fields_by_name, *request.oneofs_by_name}
+    taken = set(inspect.signature(Engine.insert).parameters)
+    assert taken - named == {"self", "slot"}
+    # What the engine never sees: it is for the way in and out.
+    assert {*request.fields_by_name} - taken - {
+        field.name for name in ("source", "decoder_prompt")
+        for field in request.oneofs_by_name[name].fields} == {
+        "request_id", "ignore_eos", "stop", "n", "priority"}
 
 
 def test_lenience_has_no_meaning_where_nothing_is_accepted_by_chance():

@@ -151,18 +151,20 @@ def test_greedy_outputs_that_differ_are_named_with_their_margin():
     assert same["differences"] == [] and verify.passed([], same)
 
 
-def test_the_command_passes_a_sound_pair(tiny_pair, tmp_path, capsys):
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
+def test_the_command_passes_a_sound_pair(dtype, tiny_pair, tmp_path, capsys):
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "one two"}\n')
     args = make_parser().parse_args([
         "verify", "--target", str(tiny_pair / "target"), "--draft", str(tiny_pair / "draft"),
-        "--input", str(source), "--samples", "100", "--json"])
+        "--input", str(source), "--samples", "100", "--json",
+        *(["--dtype", dtype] if dtype != "float32" else [])])
     assert verify.run(args) == 0
     document = json.loads(capsys.readouterr().out)
     printed = verify._text(document)
     assert report_documents.check(document) == "verify"
     assert "Exact, as far as this sees." in printed and "1 of 1 outputs" in printed
-    assert args.dtype == "float32"
+    assert args.dtype == dtype == document["dtype"]
     assert [one["position"] for one in document["frequencies"]] == [0, 1, 2, 3]
     for one in document["frequencies"]:
         assert sum(token["count"] for token in one["ids"]) == one["outputs"] == 100

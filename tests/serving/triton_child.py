@@ -89,6 +89,7 @@ def main(address: str) -> None:
         "server": client.get_server_metadata(as_json=True),
         "model": client.get_model_metadata("count", as_json=True),
         "config": client.get_model_config("count", as_json=True),
+        "statistics before": client.get_inference_statistics(as_json=True),
         "no such model": refused(lambda: client.get_model_metadata("other")),
         "no such call": refused(lambda: client.get_model_repository_index()),
         "text": shown(client.infer("count", text_input("zero"), request_id="a",
@@ -99,13 +100,14 @@ def main(address: str) -> None:
         "sampled": shown(client.infer("count", ids_input([10]), parameters={
             "temperature": 0.5, "seed": 7, "max_tokens": 12, "top_p": 1})),
         "stopped": shown(client.infer("count", text_input("zero"), parameters={
-            "stop": "three"})),
+            "stop": "three"}, priority=1)),
         "out of time": refused(lambda: client.infer("count", ids_input([10]), timeout=1)),
         "out of bounds": refused(lambda: client.infer("count", ids_input([10]),
                                                       parameters={"top_p": 1.5})),
         "unknown": refused(lambda: client.infer("count", ids_input([10]),
                                                 parameters={"colour": "red"})),
         "sequence": refused(lambda: client.infer("count", ids_input([10]), sequence_id=5)),
+        "statistics": client.get_inference_statistics("count", "1", as_json=True),
     }
 
     stream = Stream(client)
