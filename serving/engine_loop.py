@@ -266,8 +266,8 @@ class EngineLoop:
 
     def _deliver(self, slot: int, ticket: Ticket, chunk: TokenChunk) -> None:
         if chunk.finish is not None:
+            self._leave(slot, ticket)  # if the engine fails here, the request has not ended yet
             ticket.done = True
-            self._leave(slot, ticket)
             timings = chunk.finish.timings
             with self._changed:
                 self._count(finished=1)

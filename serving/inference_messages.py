@@ -183,6 +183,8 @@ def answer(request: oip.ModelInferRequest, model: str, version: str,
     last = responses[-1]
     if last.HasField("finish"):
         tensors.append(("finish_reason", "BYTES", 1, _element(_REASONS[last.finish.reason])))
+        if last.finish.inexact:
+            message.parameters["inexact"].bool_param = True
         for name in ("alpha", "c"):
             if last.speculation.HasField(name):
                 message.parameters[name].double_param = getattr(last.speculation, name)

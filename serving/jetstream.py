@@ -90,6 +90,9 @@ def to_request(request: jet.DecodeRequest, metadata: dict[str, str | bytes]) -> 
             named_options.check_name("metadata", name)
             if name == "max_new_tokens":
                 raise ValueError(f"{key} is not an option: max_tokens is")
+            if name == "lenience":
+                raise ValueError(f"{key} is not an option: these replies cannot say that they are "
+                                 "not exact")
             try:
                 named_options.set_option(message, name, value if isinstance(value, str) else "")
             except ValueError as error:

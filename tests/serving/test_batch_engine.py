@@ -95,6 +95,15 @@ def test_engine_that_fails_ends_the_iteration_and_not_line_by_line():
             next(engine.generate([[10, 5]]))
 
 
+def test_an_engine_that_fails_when_a_slot_is_given_back_leaves_nobody_waiting():
+    class Broken(FakeEngine):
+        def release(self, slot: int) -> None:
+            raise RuntimeError("device lost")
+
+    with running(Broken()) as engine, pytest.raises(RequestError, match="device lost"):
+        list(engine.generate([[10, 2]]))
+
+
 class _Watched(FakeEngine):
     """Notes the programs that every step's requests would choose alone."""
 

@@ -163,6 +163,8 @@ def test_options_come_as_metadata():
                 ("colour", "red", "is not an option of this server"),
                 ("text", "red", "is not an option of this server"),
                 ("eos_ids", "[2000]", "must be in [0, 1999], got 2000"),
+                ("lenience", "0.5", "is not an option: these replies cannot say that they are "
+                 "not exact"),
                 ("max_new_tokens", "5", "is not an option: max_tokens is")):
             field, description = await refusal(it, ((f"x-tpuspec-{key}", value),), ids=[10, 3])
             assert field.partition("[")[0] == f"x-tpuspec-{key}"

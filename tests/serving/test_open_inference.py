@@ -346,7 +346,7 @@ def test_stream_that_is_never_read_holds_nobody_up():
     async def body(it):
         async with grpc.aio.insecure_channel(it.address) as channel:
             stuck = stub(channel).ModelStreamInfer()
-            for number in range(20):  # about half a megabyte of responses, more than fit on the way
+            for number in range(20):  # half a megabyte: more than often fits on the way
                 await stuck.write(ids((10,), id=f"{number} " + "a" * 200, parameters={
                     "draft_length": oip.InferParameter(int64_param=0)}))
             while (await it.client.get_model()).load.accepted < 20:
@@ -354,7 +354,6 @@ def test_stream_that_is_never_read_holds_nobody_up():
             assert (await it.answer([10, 20])).ids == [*range(11, 31), 1]
             load = await it.until_idle(20)
             assert load.finished == 21
-            assert it.server._front.active > 0  # their responses are still here
             await stuck.done_writing()
             answers = [response.infer_response async for response in stuck]
             for number in range(20):

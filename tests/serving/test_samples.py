@@ -12,6 +12,8 @@ from fake_engine import CONFIG, FakeEngine, FakeVocabulary, sampled_id
 from harness import on_server, status_of
 
 from tpuspec.measurement import SpeculationStats
+from tpuspec.protos import open_inference_pb2 as oip
+from tpuspec.protos.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from tpuspec.serving import batch_engine, generate
 from tpuspec.serving.batch_engine import BatchEngine
 from tpuspec.serving.cli import make_parser
@@ -293,6 +295,14 @@ def test_samples_on_the_command_line(fake_models, capsys):
     assert run("--n", "2", "zero") == lines[:2]
 
 
+def inference_request(ids: list[int], lenience: float) -> oip.ModelInferRequest:
+    request = oip.ModelInferRequest(model_name="count")
+    request.inputs.add(name="input_ids", datatype="INT32", shape=[len(ids)],
+                       contents=oip.InferTensorContents(int_contents=ids))
+    request.parameters["lenience"].double_param = lenience
+    return request
+
+
 def test_lenient_outputs_say_that_they_are_not_exact(fake_models, capsys):
     for flags, marked in ((["--lenience", "0.5"], True), ([], False)):
         args = make_parser().parse_args(["generate", "--json", "--max_new_tokens", "2", *flags,
@@ -304,6 +314,10 @@ def test_lenient_outputs_say_that_they_are_not_exact(fake_models, capsys):
         for lenience in (1.0, 0.3):
             answer = await it.answer([10, 3], lenience=lenience)
             assert answer.finish.inexact is (lenience < 1)
+            request = inference_request([10, 3], lenience)
+            async with grpc.aio.insecure_channel(it.address) as channel:
+                reply = await GRPCInferenceServiceStub(channel).ModelInfer(request)
+            assert ("inexact" in reply.parameters) is (lenience < 1)
         assert (await it.client.get_model()).sampler == "rejection"
 
     on_server(body)

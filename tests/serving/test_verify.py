@@ -149,6 +149,11 @@ def test_greedy_outputs_that_differ_are_named_with_their_margin():
     assert found["smallest_margin"] == pytest.approx(np.log(7 / 3), rel=1e-3)
     same = verify.compare_greedy(sources, plain, plain, clear, vocabulary_size=V, tolerance=1e-4)
     assert same["differences"] == [] and verify.passed([], same)
+    longer = verify.compare_greedy(sources, plain, [(5, 5, 5), (5, 5, 5, 5)], target,
+                                   vocabulary_size=V, tolerance=1e-4)
+    assert longer["differences"] == [
+        {"source": 1, "position": 3, "margin": None, "near_tie": False}]
+    assert not verify.passed([], longer)
 
 
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
