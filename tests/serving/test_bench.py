@@ -85,7 +85,8 @@ def test_a_slow_server_shows_as_waiting_and_a_full_queue_as_what_it_is(tmp_path)
         refused = row["statuses"]["RESOURCE_EXHAUSTED"]
         assert refused > 10 and row["statuses"]["OK"] == 60 - refused
         # Of those that were queued the wait counts from the time they were to leave at.
-        assert row["first_token_ms"]["p50"] > 5 * row["first_token_ms"]["p99"] / 9 > 0
+        # One that finds a slot free has its first token after one step, of 20 ms.
+        assert row["first_token_ms"]["p50"] > 3 * 20
 
     on_server(body, FakeEngine(step_seconds=0.02), queue_limit=3)
 
